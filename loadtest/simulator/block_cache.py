@@ -1,9 +1,9 @@
-"""One holder with room for a number of blocks, under an eviction policy; requests come in order.
+"""One holder with room for a number of blocks, under an eviction policy.
 
-A request leases the blocks of its chain that are found, allocates the others, for which idle blocks
-are evicted, and releases all blocks, deepest first. BlockCache has the real order of eviction only,
-and is fast. DirectoryCache calls the real Directory on a virtual clock; a test proves that both
-count the same (tests/loadtest/simulator/test_hit_rate.py).
+Requests are served in order. A request leases the blocks of its chain that are found, allocates the
+others, for which idle blocks are evicted, and releases all blocks, deepest first. BlockCache has
+the real order of eviction only, and is fast. DirectoryCache calls the real Directory on a virtual
+clock; a test proves that both count the same (tests/loadtest/simulator/test_hit_rate.py).
 
 A reference to a block is a hit when the block *and* every block before it in its prompt are cached:
 KV after a hole cannot be used. Cached blocks after a hole are counted apart (`behind_holes`).

@@ -1,8 +1,8 @@
 """Clusters of workers like the one that `mooncake profile` measured.
 
-The profile gives the time of steps instead of a GPU's roofline, the rates of a cached prefix, the
-time through the frontend and of the hand-over, and the slowdown of steps on shared cores. Values
-that it lacks are those of any cluster (site.py).
+The profile gives the time of steps instead of a GPU's roofline, and their slowdown on shared cores.
+It also has the rates of a cached prefix, and the time through the frontend and of the hand-over.
+Values that it lacks are those of any cluster (site.py).
 
 Not here: measuring, and the file's format (loadtest/profile).
 """

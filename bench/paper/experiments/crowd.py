@@ -3,8 +3,8 @@
 In that issue 36 of 1,536 requests never ended on 50 prefill and 2,500 decode workers: no error, no
 retry, no timeout. This experiment has as many requests and workers. The requests are the start of
 the conversation trace, at the speed that gives 50 prefill workers the load of 8 at recorded speed.
-5 % of the workers of each role are killed, frozen or reloaded at random times while requests
-arrive, a third each. Freezes last from one second, which no process notices, to a minute. The
+While requests arrive, 5 % of the workers of each role are killed, frozen or reloaded at random
+times, a third each. Freezes last from one second, which no process notices, to a minute. The
 Conductor and the frontend's state machine are the real ones (crowd/followed_fleet.py), and every
 client has a timeout.
 

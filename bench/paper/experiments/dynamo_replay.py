@@ -3,8 +3,8 @@
 The conversation trace runs on two prefill and two decode workers, each with its own cache and
 nothing else. First comes the gate: under round robin this engine must agree with Dynamo's. Then the
 conductor runs under the paper's policy and under ours: at recorded speed, with each tick spread
-out, and in an overload at four times the speed, also with a lower minimum for each length of
-prompt. All rows have the same limits.
+out, and in an overload at four times the speed. The overload also runs with a lower minimum for
+each length of prompt. All rows have the same limits.
 
 Options select other cases: speeds, sizes of cache, numbers of workers, another trace. Then every
 scheduler runs on it, and so does Dynamo itself with a Python that has its wheel.

@@ -1,17 +1,18 @@
 """Are long prompts served sooner by prefill nodes that share the layers? FAST'25, 3.3: CPP.
 
 The conversation trace runs at recorded speed on 8 + 8 nodes, the same GPUs in every row. All eight
-prefill nodes are alone (the baseline), or some of them are in groups of 2, 4 or 8, where different
-chunks of a prompt are on different nodes at a time. The Conductor chooses between a group and a
-node alone by the predicted time to the first token, as between any two workers. The paper has no
-figure of it.
+prefill nodes are alone (the baseline), or some of them are in groups of 2, 4 or 8. In a group,
+different chunks of a prompt are on different nodes at a time. The Conductor chooses between a group
+and a node alone by the predicted time to the first token, as between any two workers. The paper has
+no figure of it.
 
 A group's cache is the DRAM of its first node, because the others hold no whole blocks. So with more
 groups less of a prompt is cached, which is included. Rows "DRAM of all" give the first node the
 DRAM of the whole group; they have no target.
 
-Target, for the mix of nodes alone and groups of 2 that is best for prompts of more than 64k tokens
-without raising the mean of all prompts: their mean TTFT is at most 0.6 of the baseline's.
+The target is for the mix of nodes alone and groups of 2 that is best for prompts of more than 64k
+tokens without raising the mean of all. The mean TTFT of those prompts is at most 0.6 of the
+baseline's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The gain from workers that change their roles with the load (`roles/controller.py`).
 
-The synthetic trace runs in two phases: the first half of its requests at 2.5 times the recorded
-speed with a third of the output, the second at 1.2 times with three times the output. So prefill is
-the bottleneck first and decode after that. On 16 nodes, TTFT <= 30 s and TBT <= 100 ms, nothing is
-rejected.
+The synthetic trace runs in two phases. The first half of its requests comes at 2.5 times the
+recorded speed with a third of the output, the second at 1.2 times with three times the output. So
+prefill is the bottleneck first and decode after that. On 16 nodes, TTFT <= 30 s and TBT <= 100 ms,
+nothing is rejected.
 
     fixed        every split of the 16 nodes, from 1P+15D to 15P+1D
     oracle       has both phases as input: begins in a split that is good for the first, and at the
@@ -11,7 +11,7 @@ rejected.
     controller   begins with 8P+8D without any input
 
 Targets: the controller serves at least 1.15 times as many requests within both limits as the best
-fixed split, and flips no worker on the two published traces at recorded speed.
+fixed split. On the two published traces at recorded speed it flips no worker.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Thousands of workers: the cost of a run, and the real Conductor's results with them.
 
-The conversation trace runs on 8 + 8, 64 + 64 and 500 + 500 workers; ten copies of it, one after the
-other and each with block ids of its own, run on 1,000 + 1,000: 120,000 requests. The replay speed
+The conversation trace runs on 8 + 8, 64 + 64 and 500 + 500 workers. On 1,000 + 1,000 run ten copies
+of it, one after the other and each with block ids of its own: 120,000 requests. The replay speed
 grows with the number of workers, so each worker has its load at recorded speed. Turns of a
-conversation come closer together by the same factor: on 1,000 + 1,000 many of them come before the
+conversation come closer together by the same factor. On 1,000 + 1,000 many of them come before the
 turn before them is computed, so fewer of their blocks are cached.
 
 Seconds are of the CPU, so other work on the machine does not count. They are counted by the part

@@ -1,10 +1,10 @@
 """The gain from an SSD behind each node's DRAM. FAST'25, 4.2: the pool is DRAM and SSD.
 
-The paper has no figure of it. Each trace runs at recorded speed on 8 + 8 nodes, with DRAM only and
-with an SSD of four times the DRAM's size behind it, for several sizes of the DRAM. The DRAM must be
-small enough that reused blocks were evicted; with the 5,859 blocks a node of the other experiments
-hardly any are. The real Directory decides which cold blocks are spilled, which blocks are restored
-from the SSD when they are needed, and which blocks are evicted for them.
+The paper has no figure of it. Each trace runs at recorded speed on 8 + 8 nodes, for several sizes
+of the DRAM: alone, and with an SSD of four times that size behind it. The DRAM must be small enough
+that reused blocks were evicted; with the 5,859 blocks a node of the other experiments hardly any
+are. The real Directory decides which cold blocks are spilled, which blocks are restored from the
+SSD when they are needed, and which blocks are evicted for them.
 
 Targets, for each size: a higher share of the prompt tokens cached and a lower mean TTFT.
 """

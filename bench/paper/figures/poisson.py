@@ -1,7 +1,7 @@
 """The highest rate of Poisson arrivals that four nodes serve within limits of the unloaded request.
 
-This is the method of the arXiv report's Figures 11 and 12. All prompts of a workload are alike, a
-share of each is one of a few prefixes that were sent before, and the P90 of TTFT may be 10 times,
+This is the method of the arXiv report's Figures 11 and 12. All prompts of a workload are alike, and
+a share of each is one of a few prefixes that were sent before. The P90 of TTFT may be 10 times,
 that of TBT 5 times the value of a single request. All systems have one pair of limits: that of a
 request alone on plain vLLM without a cache. A rate is searched between powers of two by bisection
 in ratio, with the same arrivals, scaled. Requests arrive for SPAN times the limit of a first token;

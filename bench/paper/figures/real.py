@@ -1,9 +1,9 @@
 """The users' latencies of a real trace. The arXiv report, Figure 13.
 
 The conversation trace runs at recorded speed on 10 prefill and 10 decode nodes, beside 20 nodes of
-vLLM that compute prompts whole, TTFT <= 30 s and TBT <= 100 ms. The report's own trace is not
-published. Its results: 75 % more requests handled; TBT met by nearly all, by vLLM for 57 %.
-Targets: at least 75 % more requests within both, TBT met by 99 %.
+vLLM that compute prompts whole. The limits are 30 s for TTFT and 100 ms for TBT. The report's own
+trace is not published. Its results: 75 % more requests handled; TBT met by nearly all, by vLLM for
+57 %. Targets: at least 75 % more requests within both, TBT met by 99 %.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ class DecodeNode(SimulatedWorker):
         return not self._arrivals
 
     def die(self) -> list[SimulatedJob]:
-        """Kill the process; returns its jobs. Those in prefill find the worker dead later."""
+        """Kill the process; returns its jobs. Jobs in prefill learn of it later."""
         self.is_dead = True
         jobs = [arrival.job for arrival in self._arrivals.values() if arrival.is_asked]
         for known in (self._arrivals, self._running, self._tokens_at_end):

@@ -2,7 +2,7 @@
 
 A GPU model gives the seconds of a prefill step, of a decode step and of a mixed step. A decode step
 must be linear in the context, so that thousands of steps can be computed at once. `calibrate`
-measures such a model as `mooncake profile` measures a real worker, so the conductor has the same
+measures such a model as `mooncake profile` measures a real worker. So the conductor has the same
 input as with a real worker: coefficients fitted to samples, with their error.
 
 Roofline: the peak of the hardware, the need of the model, and the share of the peak that is
@@ -17,13 +17,13 @@ reached.
 
 Where the constants come from (data sheets of nodes and models: hardware.py):
 
-- 8x A800 and LLaMA3-70B are the paper's, and every experiment runs on them: G = 8 x 312 TFLOP/s,
-  KV of 80 * 2 * 8 * 128 * 2 B = 320 KiB a token.
+- 8x A800 and LLaMA3-70B are the paper's, and every experiment runs on them. G is 8 x 312 TFLOP/s.
+  A token has 80 * 2 * 8 * 128 * 2 B = 320 KiB of KV.
 - MFU 0.5: the prefill times of Fig 14 (8k to 128k tokens) come out within 15 %.
 - MBU 0.6 and 11.5 ms of overhead a step: 30 ms for one sequence, 26 of them without it.
-- 3 ms per sequence and step. A pure roofline has no such cost; the paper's points have one. It is
-  calibrated on Fig 15 (TBT from 31 to 58 ms as decode nodes get fewer: 2.9 and 3.3 ms, if those are
-  12 and 4 nodes) and used everywhere; its result for Fig 1 (median 75 ms) is not recorded.
+- 3 ms per sequence and step. A pure roofline has no such cost; the paper's points have one. It
+  is calibrated on Fig 15: TBT rises from 31 to 58 ms with fewer decode nodes. If those are 12 and 4
+  nodes, it comes out at 2.9 and 3.3 ms. Its result for Fig 1 (median 75 ms) is not recorded.
 - For another model, 22 d^2 becomes the paper's count for each weight of LLaMA3-70B's layers, and
   4 d the width of its attention. The overheads of a step are taken to be those of its layers, so
   they shrink with them; that they are the same on other hardware is a conservative guess.

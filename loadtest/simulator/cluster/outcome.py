@@ -2,13 +2,13 @@
 
 TTFT includes the part of the hand-over that prefill did not hide; `ttft_prefill_s` ends with the
 prefill. TBT of a request is the mean of the longest 10 % of its token intervals, including the one
-from prefill to decode, which `tbt_decode_s` excludes: they differ by several points.
+from prefill to decode. `tbt_decode_s` excludes that one: they differ by several points.
 
 A prefill is *wasted* when its request is refused after or during it. Tokens computed for a
 cancelled prompt and tokens lost with a worker that died are wasted too.
 
 A request is *good* when it was answered with a TTFT of at most 30 s and a mean token interval of at
-most 100 ms: the bounds of the Mooncake paper, counted as Dynamo's replay counts them. Good output
+most 100 ms. These are the bounds of the Mooncake paper, counted as in Dynamo's replay. Good output
 tokens are divided by the time in which requests arrive, which is equal for all schedulers. Dividing
 by the length of the run would favour a scheduler that rejects over one that queues.
 """

@@ -1,10 +1,10 @@
 """The SSDs of a simulated cluster: spilling blocks to them and restoring blocks from them.
 
 The real Directory decides which cold blocks get a copy on the SSD of their node once its DRAM is
-fuller than `spill_fraction`, which copies are dropped when the SSD is full, and which copies a
-lookup finds. Blocks are spilled in batches, as in mooncake_store/node/spiller.py. A batch holds no
-leases while it is written, so a block that is evicted before the write ends is not spilled. A
-restored block is put into the DRAM of its node, where the next reader finds it.
+fuller than `spill_fraction`. It also decides which copies are dropped when the SSD is full, and
+which copies a lookup finds. Blocks are spilled in batches, as in mooncake_store/node/spiller.py. A
+batch holds no leases while it is written, so a block that is evicted before the write ends is not
+spilled. A restored block is put into the DRAM of its node, where the next reader finds it.
 
 A disk is a link of its read rate that all its transfers share evenly. A written byte counts as
 `read_bytes_per_s / write_bytes_per_s` read bytes.
