@@ -79,9 +79,10 @@ class Replica:
         """When nothing changes any more, the replica has exactly what the directory has."""
         truth = client.snapshot()
         until_s = time.monotonic() + WAIT_S
-        while self.feed.position < (truth.epoch, truth.sequence):
-            assert time.monotonic() < until_s, self.feed.position
-            time.sleep(0.01)
+        with self.changed:
+            while self.feed.position < (truth.epoch, truth.sequence):
+                assert time.monotonic() < until_s, self.feed.position
+                self.changed.wait(0.01)  # the position moves after the listener was called
         self.index.check()
         known = {key: tuple(self.index.holders(key)) for key in keys if key in self.index}
         assert known == {key: tuple(sorted(nodes)) for key, nodes in truth.holders}
