@@ -1,8 +1,8 @@
 """Index of all holders: block key -> its ready copies.
 
 Most keys have one copy, so the value is that copy itself. A key with several copies has a tuple,
-DRAM before SSD. The start of a hot prefix is on every node, and every request looks it up. The
-answer for such a key is therefore cached until a copy is added or removed.
+DRAM before SSD. The start of a hot prefix is on every node, and every request looks it up. So the
+answer for a key with many copies is cached, and updated with each added or removed copy.
 
 Not here: when copies are added and removed (copies.py).
 """
@@ -17,11 +17,11 @@ from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder
 from mooncake_store.records.blocks import BlockPage, Copy
 
 _made = tuple.__new__
-KEPT_FROM = 8  # copies of a key from which its answer is cached; fewer are quick to convert
+KEPT_FROM = 8  # the least copies of a key for a cached answer; fewer are converted quickly
 
 
 class SeveralCopies(tuple[HeldCopy, ...]):
-    """All copies of one key. Fields that a lookup returns never change while a copy is ready."""
+    """All ready copies of one key. The record of a ready copy never changes."""
 
     answer: tuple[Copy, ...] = ()  # cached answer to a lookup; empty if not cached
 
@@ -143,8 +143,9 @@ class BlockIndex:
                 yield key, nodes
 
     def page(self, first: int, blocks_max: int) -> BlockPage:
-        """Announced blocks from number `first` on, and whether they are the last ones. Skipping an
-        earlier block takes 10 ns."""
+        """The announced blocks among `blocks_max` keys from number `first` on. True: fewer keys
+        were left. Removals shift the numbers, so a later page may omit blocks. Skipping an earlier
+        key takes 10 ns."""
         chosen = list(islice(self.held.items(), first, first + blocks_max))
         page = []
         for key, held in chosen:

@@ -3,15 +3,15 @@
 A holder is the DRAM segment or the SSD file of a storage node. A copy is first *writing* (its owner
 fills the slot), then *ready* (other requests may read it), then *gone*. A corrupt copy with leases
 is *bad* in between: it is not indexed, and its slot waits for the end of the leases. Except for bad
-copies, a holder has at most one copy of a block. A gone copy stays in the lease table until its
-owners release it, so a copy carries its state.
+copies, a holder has at most one copy of a block. A gone copy may stay in the lease table, so a copy
+carries its state. Another copy may use its row, so its slot, generation and checksum are void.
 
 The copies of one size form a *size class* with its own order of eviction: room for a block comes
 from a block of the same size. Soft-pinned copies are in a second order, used when the first one is
 empty. Hard-pinned copies are in no order.
 
-Ten million copies must fit into 4 GiB. Their numbers are therefore in columns, the index
-(block_index.py) is the only dict with every block key, and only writing copies record an owner.
+Ten million copies must fit into 4 GiB. So slots, generations and checksums are in columns, only the
+index (block_index.py) is a dict of all keys, and owners are recorded only until a copy is ready.
 
 Not here: the index over all holders (block_index.py), leases, events (copies.py).
 """
@@ -62,7 +62,7 @@ class Pin(Enum):
 class ColumnStore:
     """Columns of the slot, generation and checksum of each copy of one holder.
 
-    As attributes, the three Python integers would take 32 to 48 bytes each; in columns they take 20
+    As attributes, the three Python integers would take 32 to 48 bytes each; in columns they take 24
     bytes together. At ten million copies the difference is almost a gigabyte. Free rows are reused,
     so the columns are as long as the highest number of copies so far.
     """
@@ -108,8 +108,8 @@ class SizeClass:
     is_ssd: bool  # whether the holder is an SSD
     soft: EvictionOrder = field(default_factory=Lru)  # soft-pinned ready copies without a lease
 
-    def gone(self, key: bytes, is_evicted: bool) -> None:
-        """Remove a ready copy. A policy may remember the key of an evicted copy."""
+    def forget(self, key: bytes, is_evicted: bool) -> None:
+        """Drop a key from both orders, where they have it. A policy may remember an evicted one."""
         self.soft.forget(key)
         if is_evicted:
             self.idle.evicted(key)
@@ -163,7 +163,7 @@ class HeldCopy:
         return Slot(self.size_class.node_id, columns.slot[row], columns.generation[row], epoch)
 
     def touch(self) -> None:
-        """Record a use without a lease. Only for idle copies."""
+        """Record a use without a lease. Only for ready copies that have no lease."""
         if self.pin is Pin.NONE:
             self.size_class.idle.touch(self.key)
         elif self.pin is Pin.SOFT:
@@ -189,13 +189,13 @@ def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[
 
 
 def leave_idle(copies: Iterable[HeldCopy]) -> None:
-    """Remove copies that are leased or gone from the candidates for eviction."""
+    """Remove copies from the candidates for eviction, for a lease or a change of their pin."""
     for order, keys in _by_order(copies):
         order.discard(keys)
 
 
 def become_idle(copies: Iterable[HeldCopy]) -> None:
-    """Make copies without leases candidates for eviction, in this order."""
+    """Make copies without leases candidates for eviction, in this order, except hard-pinned."""
     for order, keys in _by_order(copies):
         order.add(keys)
 
@@ -205,14 +205,14 @@ class Holder:
     """A registered holder. It takes blocks once it is *open*, that is, its inventory is adopted."""
 
     info: NodeInfo
-    seen_s: float
+    seen_s: float  # time of its last registration or report, by the directory's clock
     geometry: Geometry
     pool: SlotPool
     registered_s: float
     eviction: str = "lru"  # name of its policy, see eviction/
     is_open: bool = True
     is_draining: bool = False
-    is_attached: bool = False  # a client of this incarnation has requested the geometry
+    is_attached: bool = False  # whether `attach` was called for this incarnation
     fingerprint: str = ""  # fingerprint of the first worker that attached; empty before
     block_bytes: int = 0  # block size of that worker, in bytes; 0 before
     columns: ColumnStore = field(default_factory=ColumnStore)
@@ -224,8 +224,8 @@ class Holder:
     size_classes: dict[int, SizeClass] = field(default_factory=dict)  # units per slot -> class
     pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # key -> hard-pinned copy
     pinned_units: int = 0
-    ready: int = 0
-    used_bytes: int = 0  # bytes of ready and writing blocks
+    ready: int = 0  # number of ready copies
+    used_bytes: int = 0  # bytes of writing, ready and bad copies; reserved slots do not count
     evictions: int = 0
     adopted: int = 0
     look_again_s: float = float("-inf")  # earliest time of the next search for slabs of other sizes
@@ -244,6 +244,7 @@ class Holder:
 
     @property
     def idle_blocks(self) -> int:
+        """Candidates for eviction, soft-pinned ones included."""
         return sum(len(each.idle) + len(each.soft) for each in self.size_classes.values())
 
     def unready(self) -> list[HeldCopy]:
@@ -308,7 +309,7 @@ class Holder:
             self.reserved_units[owner] = left
 
     def writing_copy(self, key: bytes, owner: str, slot: int, generation: int) -> HeldCopy | None:
-        """The copy that `owner` is writing in this slot; None when it does not write it."""
+        """The copy that `owner` is writing under these numbers; None: there is none."""
         copy, writer = self.writing.get(key, (None, ""))
         if copy is None or writer != owner:
             return None
@@ -325,7 +326,7 @@ class Holder:
     def reject(self, copy: HeldCopy) -> None:
         """Mark a leased copy as corrupt: it keeps only its slot, until its leases end."""
         assert copy.state is CopyState.READY and copy.leases
-        self._unready(copy, is_evicted=False)
+        self._leave_ready(copy, is_evicted=False)
         copy.state, copy.pin = CopyState.BAD, Pin.NONE
         self.bad[copy.slot] = copy
 
@@ -351,7 +352,7 @@ class Holder:
     def remove(
         self, copy: HeldCopy, quarantine_until_s: float | None, is_evicted: bool = False
     ) -> None:
-        """Remove the copy; its slot becomes free at once or after the quarantine."""
+        """Remove the copy, which has no leases. Its slot is quarantined; None: it is free now."""
         if copy.kind is CopyKind.RESERVED:
             _, owner = self.reserved.pop(copy.generation)
             self._count_reserved(owner, -copy.size_class.units)
@@ -360,7 +361,7 @@ class Holder:
         elif copy.state is CopyState.BAD:
             del self.bad[copy.slot]
         else:
-            self._unready(copy, is_evicted)
+            self._leave_ready(copy, is_evicted)
         if copy.kind is not CopyKind.RESERVED:
             self.used_bytes -= copy.size_bytes
         copy.state = CopyState.GONE
@@ -371,12 +372,12 @@ class Holder:
         else:
             self.pool.quarantine(slot, quarantine_until_s)
 
-    def _unready(self, copy: HeldCopy, is_evicted: bool) -> None:
+    def _leave_ready(self, copy: HeldCopy, is_evicted: bool) -> None:
         self.ready -= 1
         if copy.pin is Pin.HARD:
             del self.pinned[copy.key]
             self.pinned_units -= copy.size_class.units
-        copy.size_class.gone(copy.key, is_evicted)
+        copy.size_class.forget(copy.key, is_evicted)
 
     def stats(self) -> HolderStats:
         info, pool = self.info, self.pool
@@ -415,7 +416,9 @@ class Holder:
         assert self.pool.used_units == used_units, "a slot is lost"
         assert {copy.slot for copy in every} <= set(self.pool.used_slots())
         assert self.ready == len(copies)
-        assert self.used_bytes == sum(copy.size_bytes for copy in every if copy not in ahead)
+        assert self.used_bytes == sum(
+            copy.size_bytes for copy in every if copy.kind is not CopyKind.RESERVED
+        )
         assert all(copy.generation == number for number, (copy, _) in self.reserved.items())
         assert all(copy.kind is CopyKind.RESERVED and copy.leases == 1 for copy in ahead)
         by_owner: dict[str, int] = {}
