@@ -51,7 +51,7 @@ from mooncake_store.transports.transport import ByteSpan
 log = logging.getLogger("mooncake_store.client")
 T = TypeVar("T")
 DEADLINE_S = 10.0
-DEADLINE_S_MAX = 3_500.0  # the directory cuts leases to one hour by default
+DEADLINE_S_MAX = 3_500.0  # plus LEASE_MARGIN_S below 3,600 s, the longest lease
 # Without checksums the CPU's cache does not matter, and fewer, longer batches are faster.
 UNVERIFIED_BATCH_BYTES = 64 * 2**20
 SHM = "/dev/shm/"  # default folder of the segments of this host's nodes

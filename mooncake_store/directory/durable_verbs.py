@@ -2,8 +2,8 @@
 
 A separate thread writes one verb after another, while the directory answers all other requests. A
 verb that cannot be written is rejected with StateNotSaved and changes nothing. A verb whose write
-is in progress when this directory loses the lead is rejected too. It may still take effect in the
-next directory, which is harmless, because pins and quotas can be set again.
+is in progress when this directory loses the lead is rejected with StoreUnavailable. It may still
+take effect in the next directory, which is harmless, because pins and quotas can be set again.
 
 Without an election this module is not used: pins and quotas end with the directory.
 
@@ -71,7 +71,7 @@ def restore(
         log.info(
             "restored %d pins and %d quotas of the earlier directory",
             len(directory.pins),
-            len(state.quotas),
+            len(directory.tenants.usage()),
         )
     return known
 
@@ -86,12 +86,12 @@ class DurableVerbs:
         known: DurableLog,
         now_ms: Callable[[], int] = wall_ms,
     ) -> None:
-        self.log = known
+        self.records = known
         self._directory, self._journal, self._now_ms = directory, journal, now_ms
         self._waiting: deque[Waiting] = deque()
-        self._rewriting: Iterator[LogChange] | None = None
+        self._rewriting: Iterator[LogChange] | None = None  # the rest of a rewrite of the log
         self._is_rewriting_in_vain = False  # the rewrite failed, and no verb was written since
-        self._writing: LogChange | None = None
+        self._writing: LogChange | None = None  # the change that the thread is writing
         self._is_verb = False  # True: _writing is the first waiting verb; False: a rewrite
         self._asked: SimpleQueue[LogChange | None] = SimpleQueue()
         self._outcomes: SimpleQueue[StoreError | None] = SimpleQueue()
@@ -121,7 +121,7 @@ class DurableVerbs:
             error, change, self._writing = self._outcomes.get(), self._writing, None
             assert change is not None
             if error is None:
-                self.log.written(change)
+                self.records.written(change)
             if self._is_verb:
                 self._answer(self._waiting.popleft(), error, responder, now_s)
             if error is None:
@@ -141,13 +141,16 @@ class DurableVerbs:
             reply = responder.answered(number, self._carry_out(asked.verb, now_s))
         except StoreError as refused:
             reply = responder.refused(number, refused)
+        except Exception as failed:  # Catch all: one verb must not stop the server
+            log.exception("a saved verb failed inside the directory")
+            reply = responder.refused(number, StoreError(f"bug in the directory: {failed!r}"))
         asked.later.give(reply)
 
     def _write_next(self, responder: Responder[Any], now_s: float) -> None:
-        """Write the next part of a rewrite, which must not be interrupted; else the next verb."""
-        is_too_long = self.log.is_too_long(len(self._directory.pins))
+        """Write the next change of a rewrite; outside of rewrites, that of the next valid verb."""
+        is_too_long = self.records.is_too_long(len(self._directory.pins))
         if self._rewriting is None and is_too_long and not self._is_rewriting_in_vain:
-            self._rewriting = self.log.rewritten(self._all_pins(now_s))
+            self._rewriting = self.records.rewritten(self._all_pins(now_s))
         if self._rewriting is not None:
             change = next(self._rewriting, None)
             if change is not None:
@@ -172,13 +175,13 @@ class DurableVerbs:
 
     def _change(self, verb: DurableVerb) -> LogChange:
         if isinstance(verb, SetQuota):
-            return self.log.set_quota(verb.tenant, verb.quota_bytes)
-        return self.log.pin(verb.keys, verb.kind, self._now_ms() + int(verb.ttl_s * 1_000))
+            return self.records.set_quota(verb.tenant, verb.quota_bytes)
+        return self.records.pin(verb.keys, verb.kind, self._now_ms() + int(verb.ttl_s * 1_000))
 
     def _all_pins(self, now_s: float) -> dict[str, Iterable[tuple[bytes, int]]]:
         offset_ms = self._now_ms() - int(now_s * 1_000)
         pins = self._directory.pins
-        # Lists, because pins change while the log is written; their times are computed lazily.
+        # Lists, because soft pins may expire before the rewrite is complete.
         hard, soft = list(pins.of(Pin.HARD)), list(pins.of(Pin.SOFT))
         return {
             Pin.HARD.value: ((key, 0) for key, _ in hard),
@@ -193,7 +196,7 @@ class DurableVerbs:
             self._directory.pins.checked(verb.keys, verb.kind, verb.ttl_s)
 
     def _changes_anything(self, verb: DurableVerb) -> bool:
-        """False when a verb removes pins from keys that have none; it needs no write."""
+        """False: the verb only removes pins from keys that have none, so it needs no write."""
         if isinstance(verb, SetQuota) or verb.kind != Pin.NONE.value:
             return True
         return any(key in self._directory.pins for key in verb.keys)
@@ -213,16 +216,15 @@ class DurableVerbs:
                 self._journal.write(change)
             except StoreError as failed:
                 error = failed
-            # Edge: after a bug here, waiting verbs still need an answer.
-            except Exception as failed:
+            except Exception as failed:  # Catch all: waiting verbs need an answer
                 log.exception("writing the log of pins failed")
                 error = StoreUnavailable(f"bug in the directory: {failed!r}")
             self._outcomes.put(error)
-            with contextlib.suppress(OSError):  # closed in the meantime
-                os.eventfd_write(self.wakeup, 1)
+            os.eventfd_write(self.wakeup, 1)
 
     def close(self, responder: Responder[Any]) -> None:
-        """Reject the waiting verbs. The write in progress may still succeed."""
+        """Reject the waiting verbs. Waits for the write in progress, which may still succeed. Call
+        it once; no other call may follow."""
         self._journal.close()
         gone = StoreUnavailable("this directory does not lead any more: find the leader")
         while self._waiting:

@@ -108,7 +108,7 @@ def test_what_cannot_be_saved_is_a_typed_error_and_changes_nothing(served: Serve
     with pytest.raises(StateNotSaved, match="etcd is full"):
         pin.result(30.0)
     assert len(served.directory.pins) == 0
-    assert served.durable.log.entries == 0
+    assert served.durable.records.entries == 0
 
 
 def test_what_waits_is_checked_again_when_its_turn_comes(
@@ -131,6 +131,19 @@ def test_taking_pins_away_where_there_are_none_is_not_written(served: Served) ->
     with DirectoryClient(served.address, timeout_s=30.0) as client:
         assert client.pin(KEYS, "none") == [True] * 8
     assert served.journal.asked.empty()
+
+
+def test_a_bug_in_a_saved_verb_is_answered_and_stops_nothing(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Directory, "set_quota", lambda *_: {}["bug"])
+    quota = served.later("set_quota", "acme", 5)
+    served.written()
+    with pytest.raises(StoreError, match="bug in the directory: KeyError"):
+        quota.result(30.0)
+    pin = served.later("pin", KEYS, "hard", 0.0)
+    served.written()
+    assert pin.result(30.0) == [True] * 8
 
 
 def test_who_still_waits_when_the_directory_ends_is_told(served: Served) -> None:
@@ -165,7 +178,7 @@ def test_a_log_that_is_mostly_out_of_date_is_written_anew_once(
         asked = served.later("set_quota", "acme", 0)
         assert served.written().tenant == "acme"
         asked.result(30.0)
-    assert served.journal.asked.empty() and served.durable.log.entries == 1
+    assert served.journal.asked.empty() and served.durable.records.entries == 1
 
 
 def test_a_new_directory_pins_what_was_left_for_as_long_as_was_left() -> None:
@@ -197,7 +210,9 @@ def test_more_quotas_in_etcd_than_a_directory_takes_do_not_end_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     directory = Directory(5)
+    caplog.set_level("INFO")
     restore(directory, SavedState(quotas={f"t{n}": 1 for n in range(TENANTS_MAX + 1)}), 0.0)
     assert len(directory.stats(0.0).tenants) == TENANTS_MAX
     assert f"t{TENANTS_MAX} in etcd is left out" in caplog.text
+    assert f"restored 0 pins and {TENANTS_MAX} quotas" in caplog.text
     directory.check()
