@@ -23,7 +23,7 @@ from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError, StoreF
 from mooncake_store.records.blocks import Allocation, Copy, Slot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
-from mooncake_store.wire.node_protocol import NodeClient, Restore
+from mooncake_store.wire.node_protocol import BLOCKS_MAX, NodeClient, Restore
 
 log = logging.getLogger("mooncake_store.store")
 LEASE_MARGIN_S = 5.0  # a lease ends this long after the deadline of the transfer that it protects
@@ -222,7 +222,7 @@ def _grouped(todo: Group) -> list[Group]:
     groups: list[Group] = []
     group_bytes = GROUP_BYTES
     for each in todo:
-        if group_bytes >= GROUP_BYTES:
+        if group_bytes >= GROUP_BYTES or len(groups[-1]) == BLOCKS_MAX:
             groups.append([])
             group_bytes = 0
         groups[-1].append(each)

@@ -23,7 +23,7 @@ from mooncake_store.wire.directory_protocol import Count, Key
 from mooncake_store.wire.request_reply import Requester, Verb, ZeroMqConnection
 
 BLOCKS_MAX = 4_096  # in one request
-DEADLINE_S_MAX = 600.0
+DEADLINE_S_MAX = 600.0  # of one request; the client shortens longer deadlines to this
 TIMEOUT_S = 2.0  # for verbs that move no bytes
 MARGIN_S = 1.0  # the node keeps the deadline itself; this is the time for its reply to arrive
 
@@ -119,6 +119,7 @@ class NodeClient:
         TransferTimeout: bytes may still arrive. EpochPassed: no bytes have arrived or will, unless
         the slot was granted in time.
         """
+        deadline_s = min(deadline_s, DEADLINE_S_MAX)
         request = LoadBlocks(list(blocks), deadline_s, epoch)
         return self._requester.ask(request, deadline_s + MARGIN_S)
 
@@ -128,6 +129,7 @@ class NodeClient:
         """Make the node copy these blocks of other nodes; returns which of them it has afterwards.
         The caller leases the copies for that time. EpochPassed: the directory of `epoch`, which
         leased them, is no longer the leader, and nothing was copied."""
+        deadline_s = min(deadline_s, DEADLINE_S_MAX)
         request = Fetch(list(keys), list(copies), deadline_s, epoch)
         return self._requester.ask(request, deadline_s + MARGIN_S)
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from mooncake_store.client.restorer import Restorer
+from mooncake_store.client.restorer import Restorer, _grouped
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.wire.node_protocol import NodeClient
+from mooncake_store.wire.node_protocol import BLOCKS_MAX, NodeClient, Restore
 from tests.mooncake_store.makers import node_info
 
 
@@ -58,3 +58,10 @@ def test_who_knows_an_older_address_leaves_nothing_open(restorer: Restorer) -> N
         with restorer.client(at(20_000 + turn % 2)) as client:
             seen.add(client)
     assert sum(not is_closed(each) for each in seen) == 1
+
+
+def test_a_group_of_small_blocks_fits_one_request() -> None:
+    todo = [(index, Restore(bytes(16), index, 1, index, 2, 3, 64)) for index in range(10_000)]
+    groups = _grouped(todo)
+    assert [each for group in groups for each in group] == todo
+    assert max(map(len, groups)) == BLOCKS_MAX

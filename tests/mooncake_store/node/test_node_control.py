@@ -108,6 +108,15 @@ def test_a_slow_load_delays_no_ping_and_answers_find_their_askers(site: Site) ->
     assert site.server.waiting == 0
 
 
+def test_a_deadline_beyond_the_limit_of_the_node_is_shortened(site: Site) -> None:
+    site.verbs.go.set()
+    assert site.client.load(restores(1), 3_500.0) == [True]
+    with pytest.raises(NodeUnknown):
+        site.client.fetch([], [], 3_500.0)
+    deadlines_s = [each.deadline_s for each in site.verbs.asked if hasattr(each, "deadline_s")]
+    assert deadlines_s == [control.DEADLINE_S_MAX] * 2
+
+
 def test_more_than_it_may_hold_is_refused_at_once(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
