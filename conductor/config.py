@@ -94,8 +94,8 @@ class ConductorConfig:
     local_bytes_per_s: float = 4e9  # within a node: a copy from mapped memory
     ssd_bytes_per_s: float = 1e9  # restoring from an SSD, measured on a virtual disk; NVMe 3e9
 
-    # Liveness. Workers report every second and after changes.
-    report_s_max: float = 3.0  # three missed reports: no new requests
+    # Liveness. Workers report every 0.5 s.
+    report_s_max: float = 3.0  # six missed reports: no new requests
     report_lag_s: float = 0.2  # a request routed so shortly before a report may be missing in it
     # Silence after which another frontend is dropped; its requests are then known from reports
     # only. Each frontend sends notes every second.

@@ -1,7 +1,7 @@
 """The frontend's view of the cluster: the Conductor, kept current by the directory's events.
 
-One lock guards the Conductor and its index. Every decision goes through this class, so that a fleet
-could run it on another host behind the same few methods.
+One lock guards the Conductor, because the threads of requests, of the event feed, of notes and of
+ticks call it.
 
 HotCopies carries out the Conductor's suggestions for hot prefixes: one more copy on another node.
 The target node pulls the copy itself, one-sided, from a node that has it
@@ -12,6 +12,7 @@ suggestions wait, the newest is dropped. The Conductor repeats it if the prefix 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -48,33 +49,34 @@ from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5
-CANDIDATES_MAX = 16  # candidate pairs shown; a fleet has thousands
-PAIRS_EXPLAINED_MAX = 512  # pairs up to which all are listed unasked: 1 ms with the lock held
+CANDIDATES_MAX = 16  # best pairs listed with a decision; a fleet has thousands
+# Only clients that request it get a list of more pairs: listing 512 holds the lock for 1 ms.
+PAIRS_EXPLAINED_MAX = 512
 HOT_PREFIXES_MAX = 8  # hot prefixes shown
 COPIES_WAITING_MAX = 16
 COPY_S_MAX = 5.0
-# The directory sends once a second and workers report twice. After a longer silence, workers count
-# as unchanged, until DIRECTORY_SILENT_S_MAX.
+# The directory sends at least one message a second. While its silence lasts between these times,
+# the workers' report deadlines (report_s_max) are extended.
 DIRECTORY_SILENT_S, DIRECTORY_SILENT_S_MAX = 1.5, 10.0
-MISSING_S_MAX = 5.0  # wait for workers missing in a new directory's snapshot; as its lease on them
+# A worker that is missing in a snapshot counts as lost after this time (default of worker_ttl_s).
+MISSING_S_MAX = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
     """The model that the live workers serve."""
 
-    fingerprint: str
-    block_tokens: int
-    context_tokens_max: int
-    workers: tuple[str, ...]
+    fingerprint: str  # of the newest worker
+    block_tokens: int  # of the newest worker
+    context_tokens_max: int  # smallest of all live workers
+    workers: tuple[str, ...]  # names of all live workers, sorted
 
 
 class ClusterView:
     """Thread-safe access to the Conductor, kept current by the directory."""
 
     def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
-        # The frontend sets these three.
-        # (worker, incarnation, time of its last report)
+        # The frontend sets these three. (worker, incarnation, time of its last report)
         self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
         self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # sends the flip to its worker
         self.held: Callable[[], set[str]] = set  # returns the ids of the frontend's open attempts
@@ -84,7 +86,7 @@ class ClusterView:
         self._lock = threading.Lock()
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
-        self._missing_s: dict[tuple[str, str], float] = {}
+        self._missing_s: dict[tuple[str, str], float] = {}  # time at which a snapshot lacked it
         self._seen_s: dict[tuple[str, str], float] = {}  # time of latest report or registration
         self._copies = HotCopies(directory)
         self.self_check = SelfCheck(self._check, is_switched_on())
@@ -96,7 +98,7 @@ class ClusterView:
         self._ticker.start()
 
     def served(self) -> Served | None:
-        """The model that the newest worker serves; None without workers."""
+        """The model that the last registered worker serves; None without workers."""
         with self._lock:
             workers = list(self._workers.values())
         if not workers:
@@ -110,7 +112,7 @@ class ClusterView:
         )
 
     def wait_for_a_pair(self, timeout_s: float, is_over: Callable[[], bool]) -> bool:
-        """Wait for a prefill and a decode worker; False: timed out, or `is_over` returned True."""
+        """Wait for a worker of each role. False: timed out, or `is_over` returned True."""
         give_up_s = time.monotonic() + timeout_s
         while not (self.workers_live("prefill") and self.workers_live("decode")):
             if time.monotonic() > give_up_s or is_over():
@@ -119,7 +121,7 @@ class ClusterView:
         return True
 
     def workers_live(self, role: str) -> int:
-        """Live workers of a role, counted by name: a worker that reloads has two processes."""
+        """Registered workers of a role. A worker that reloads has two processes and counts once."""
         with self._lock:
             return len({w.worker_id for w in self._workers.values() if w.role == role})
 
@@ -141,7 +143,8 @@ class ClusterView:
     def excluded_by_pins(
         self, prefill_worker: str, decode_worker: str
     ) -> frozenset[tuple[str, str]]:
-        """All workers except the pinned ones ("" pins none); InvalidRequest for an unknown name."""
+        """The other workers of each role that has a pinned worker; "" pins none. Raises
+        InvalidRequest for a worker that is not registered, or is a later pipeline stage."""
         with self._lock:
             workers = list(self._workers.values())
         excluded = set()
@@ -159,7 +162,7 @@ class ClusterView:
         return frozenset(excluded)
 
     def decide(self, request: Request, wants_candidates: bool = False) -> Decided | Reject:
-        """Route or reject. `wants_candidates`: with the pairs considered, which cost time."""
+        """Route or reject. `wants_candidates`: return the best pairs too, which costs time."""
         with self._lock:
             now_s = time.monotonic()
             explained = NOT_EXPLAINED
@@ -177,7 +180,7 @@ class ClusterView:
         return made
 
     def _is_time_to_explain(self, now_s: float) -> bool:
-        """Whether to list the other pairs unasked; never in a fleet, which has too many."""
+        """Whether to list the pairs of this decision for status pages."""
         if not self._latest.wants_candidates(now_s):
             return False
         roles = [worker.role for worker in self._workers.values()]
@@ -203,12 +206,13 @@ class ClusterView:
             self._conductor.on_charged(tenant, time.monotonic())
 
     def used(self, request_id: str, tokens: int) -> None:
-        """Charge an ended request to its tenant's limits; `request_id` of the charged attempt."""
+        """Return the charged tokens of an ended request, except `tokens`, to its tenant's limit.
+        `request_id`: the id of the attempt that was charged."""
         with self._lock:
             self._conductor.on_used(request_id, time.monotonic(), tokens)
 
     def release(self, owner: str) -> None:
-        """Release the leases of an attempt; without a directory the leases expire."""
+        """Release the leases of an attempt. If the directory does not answer, they expire."""
         try:
             self.client.release(owner)
         except StoreError as error:
@@ -229,7 +233,7 @@ class ClusterView:
             self._conductor.on_worker_refused(worker_id, incarnation, time.monotonic())
 
     def notes_waiting(self) -> tuple[int, int]:
-        """(notes that wait, other frontends that would receive them)."""
+        """(notes not yet taken, other frontends known)."""
         with self._lock:
             return self._conductor.notes_waiting, self._conductor.frontends_known
 
@@ -276,12 +280,11 @@ class ClusterView:
     def _on_snapshot(self, snapshot: Any) -> None:
         now_s = time.monotonic()
         with self._lock:
-            before = self._workers.keys()
+            missing = dict.fromkeys(self._workers, now_s) | self._missing_s
             self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
-            # Workers register one by one at a restarted directory. A worker that is missing in
-            # its snapshot therefore counts as lost only after MISSING_S_MAX.
-            gone = (worker for worker in before if worker not in self._workers)
-            self._missing_s |= dict.fromkeys(gone, now_s)
+            # Workers register one by one at a restarted directory. A worker that is missing in its
+            # snapshot gets no new requests, and keeps its requests for MISSING_S_MAX.
+            self._missing_s = {w: at_s for w, at_s in missing.items() if w not in self._workers}
             known = self._workers.keys() | self._missing_s.keys()
             self._seen_s = {worker: self._seen_s.get(worker, now_s) for worker in known}
             self._conductor.on_snapshot(snapshot, now_s)
@@ -298,6 +301,7 @@ class ClusterView:
                 elif isinstance(event, WorkerUp):
                     worker = (event.info.worker_id, event.info.incarnation)
                     self._workers[worker], self._seen_s[worker] = event.info, now_s
+                    self._missing_s.pop(worker, None)
                 elif isinstance(event, WorkerDown):
                     worker = (event.worker_id, event.incarnation)
                     self._workers.pop(worker, None)
@@ -313,14 +317,17 @@ class ClusterView:
         ticked_s = time.monotonic()
         while not self._is_closing.wait(TICK_S):
             before_s, ticked_s = ticked_s, time.monotonic()
-            self._tick(ticked_s - before_s)
+            try:
+                self._tick(ticked_s - before_s)
+            except Exception:  # Catch all: one failed tick must not end the ticks
+                log.exception("a tick failed")
             self.self_check.run(time.monotonic())
 
     def _tick(self, seconds: float) -> None:
         """`seconds`: since the previous tick."""
         with self._lock:
-            # Reports come through the directory. While a new directory is elected, the Conductor
-            # assumes unchanged workers, and requests wait for the directory and are not rejected.
+            # Reports come through the directory. Without this, the Conductor would reject requests
+            # while a new directory is elected.
             if DIRECTORY_SILENT_S < self._feed.silent_s() < DIRECTORY_SILENT_S_MAX:
                 self._conductor.on_silence(seconds, time.monotonic())
             suggestions = self._conductor.on_tick(time.monotonic(), self.held)
@@ -339,13 +346,8 @@ class ClusterView:
             self._copies.carry_out(suggestion)
 
     def _take_missing(self, now_s: float) -> list[tuple[str, str, float]]:
-        """With the lock held: (worker, incarnation, time of last report) of workers that did not
-        register at a new directory in time."""
-        self._missing_s = {
-            worker: since_s
-            for worker, since_s in self._missing_s.items()
-            if worker not in self._workers
-        }
+        """Remove the workers that did not register at a new directory within MISSING_S_MAX. Returns
+        (worker, incarnation, time of last report) of each. The caller holds the lock."""
         lost = [w for w, since_s in self._missing_s.items() if now_s - since_s > MISSING_S_MAX]
         for worker in lost:
             del self._missing_s[worker]
@@ -370,12 +372,10 @@ class HotCopies:
 
     def close(self) -> None:
         """Drop waiting suggestions. A copy under way ends, or is given up after COPY_S_MAX."""
-        while True:
-            try:
-                self._waiting.put_nowait(None)
-                break
-            except queue.Full:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 self._waiting.get_nowait()
+        self._waiting.put(None)
         self._thread.join(timeout=COPY_S_MAX + 1.0)
 
     def _run(self) -> None:

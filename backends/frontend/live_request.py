@@ -354,7 +354,7 @@ class LiveRequest:
         )
 
     def _pinned_out(self, is_resumed: bool) -> frozenset[tuple[str, str]]:
-        """All live workers except those that the client pinned; empty without pins."""
+        """The other workers of each role for which the client pinned one; empty without pins."""
         request, _ = self._understood()
         cluster = self._services.cluster
         try:
@@ -589,7 +589,7 @@ class LiveRequest:
         self._note_used(bool(self._sent_ids) or error is None or is_unwanted)
 
     def _note_used(self, is_served: bool) -> None:
-        """Charge the tokens to the tenant's limits; only the first call counts.
+        """Return unused tokens to the tenant's limits; only the first call counts.
 
         Not served: failed before the first token, while the client still waited.
         """

@@ -60,7 +60,7 @@ from conductor.routing.routing import DecodeOption, Options, Pair
 from mooncake_store.layout import blocks_touched
 
 SHOWN_MAX = 3  # workers named in a reason
-RETRY_NO_WORKER_S = 3.0  # workers report every second, and a model reload takes two
+RETRY_NO_WORKER_S = 3.0  # seconds; the reload of a model takes two
 
 
 # (batch, end of the prefill, now, expected decode time) -> load without the request

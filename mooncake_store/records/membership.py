@@ -99,7 +99,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """Report of a worker, sent every second and at each important change."""
+    """Report of a worker, sent every 0.5 s, and at once before it changes its role."""
 
     worker_id: str
     incarnation: str

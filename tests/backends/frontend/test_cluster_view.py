@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from backends.errors import InvalidRequest
 from backends.frontend import cluster_view
-from backends.frontend.cluster_view import ClusterView
+from backends.frontend.cluster_view import ClusterView, HotCopies
 from backends.frontend.decisions.latest import Decided
-from conductor.messages import Reject
+from conductor.messages import Reject, Replicate
 from mooncake_store.errors import StoreUnavailable
 from mooncake_store.records.events import NodeUp, Snapshot, WorkerDown, WorkerReported, WorkerUp
 from tests.backends.frontend.conftest import Clock
@@ -139,3 +141,53 @@ def test_a_later_stage_of_a_pipeline_group_cannot_be_asked_for(view: ClusterView
     with pytest.raises(InvalidRequest, match=r"prefill_worker 'p1' is not serving.*\['p0'\]"):
         view.excluded_by_pins("p1", "")
     assert view.excluded_by_pins("p0", "") == {("p1", "w1")}
+
+
+def test_a_worker_that_registers_and_dies_between_two_ticks_is_reported_down_once(
+    view: ClusterView, clock: Clock
+) -> None:
+    gone: list[str] = []
+    view.on_worker_down = lambda name, *_: gone.append(name)
+    info = worker("d0", "decode", "s0")
+    view._on_events([WorkerUp(info)])
+    view._on_snapshot(Snapshot(2, 0, (), (), (), ()))
+    view._on_events([WorkerUp(info), WorkerDown("d0", info.incarnation)])
+    clock.now_s += 60.0
+    view._tick(0.5)
+    assert gone == ["d0"]
+
+
+def test_a_failed_tick_does_not_end_the_ticks(
+    view: ClusterView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks: list[float] = []
+
+    def fail(seconds: float) -> None:
+        ticks.append(seconds)
+        if len(ticks) == 2:
+            view._is_closing.set()
+        raise ValueError("no event may end the ticks")
+
+    monkeypatch.setattr(cluster_view, "TICK_S", 0.001)
+    monkeypatch.setattr(view, "_tick", fail)
+    view._tick_loop()
+    assert len(ticks) == 2
+
+
+def test_close_drops_the_copies_that_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    is_copying, may_end = threading.Event(), threading.Event()
+
+    def copy(_: HotCopies, suggestion: Replicate) -> None:
+        copied.append(suggestion.target_node)
+        is_copying.set()
+        may_end.wait(10.0)
+
+    monkeypatch.setattr(HotCopies, "_copy", copy)
+    copies = HotCopies(f"ipc://{tmp_path}/d")
+    for name in ("b", "c", "d"):
+        copies.carry_out(Replicate((), "a", name, "hot"))
+    assert is_copying.wait(10.0)
+    threading.Timer(0.2, may_end.set).start()
+    copies.close()
+    assert copied == ["b"]
