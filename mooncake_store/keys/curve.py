@@ -29,15 +29,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from mooncake_store.errors import AccessRefused, RequestInvalid
 from mooncake_store.keys import folder
-from mooncake_store.keys.folder import Keys
+from mooncake_store.keys.folder import CurveGeneration, Keys
 from mooncake_store.keys.gate import DOMAIN, guard
 
 INSECURE_VARIABLE = "MOONCAKE_INSECURE"
 log = logging.getLogger(__name__)
-RENEW_S_MAX = 3.0  # wait until a socket can bind its released port again
-RENEW_NOTE_S = 60.0  # time between log lines about a port that cannot be bound
+RENEW_S_MAX = 3.0  # after a renewal, until the first log line about a port that cannot be bound
+RENEW_NOTE_S = 60.0  # between two log lines about it, or about a key that cannot be renewed
 HANDSHAKE_MS = 5_000  # timeout for clients that connect and send nothing
-SILENT_FAILURES_MAX = 3  # a server that exits also breaks off one or two handshakes
+SILENT_FAILURES_MAX = 3  # failures without a reason; a server that exits causes one or two
 LOST_FAILURES = 10  # failures between two checks that mark an unused connection as lost
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -48,7 +48,8 @@ EVENTS = (
 
 
 class AddressUnguarded(RequestInvalid):
-    """Other hosts can reach the address, and there are no keys."""
+    """Without keys an address that other hosts reach, or without its key a directory, may not
+    listen."""
 
 
 def is_tcp(address: str) -> bool:
@@ -65,7 +66,8 @@ def is_loopback(address: str) -> bool:
 
 
 def refuse_unguarded(address: str, keys: Keys | None) -> None:
-    """Raise AddressUnguarded when other hosts reach this address without authentication."""
+    """Raise AddressUnguarded if other hosts reach this tcp://HOST:PORT or HOST:PORT, and there are
+    neither keys nor MOONCAKE_INSECURE=1."""
     if keys is not None or is_loopback(address) or os.environ.get(INSECURE_VARIABLE) == "1":
         return
     raise AddressUnguarded(
@@ -78,7 +80,7 @@ def refuse_unguarded(address: str, keys: Keys | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """A client's keys of one generation; without a repr, because they are secret."""
+    """A client's keys of one generation. Its repr omits them, because they are secret."""
 
     server_public: bytes
     own_public: bytes
@@ -91,8 +93,9 @@ class ClientKeys:
 def secured_server(
     socket: zmq.Socket[Any], context: zmq.Context[Any], address: str, is_directory: bool = False
 ) -> str:
-    """Set up CURVE before bind(), as the folder of this process requires for the address. Returns
-    the suffix of the published address: "" or "#KEY". AddressUnguarded without keys."""
+    """Set up CURVE before bind(), for a tcp:// address of a process with keys. Returns the suffix
+    of the published address: "#KEY", or "" without CURVE and for a directory. AddressUnguarded,
+    KeysInvalid: the socket must not be bound."""
     if not is_tcp(address):
         return ""
     keys = folder.of_process()
@@ -105,28 +108,32 @@ def secured_server(
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its gate, every client is rejected
     socket.curve_server = 1
     if is_directory:
-        set_directory_key(socket, keys)
+        _set_directory_key(socket, _directory_generation(keys))
         return ""
     public, secret = zmq.curve_keypair()
     socket.curve_publickey, socket.curve_secretkey = public, secret
     return "#" + z85.decode(public).hex()
 
 
-def set_directory_key(socket: zmq.Socket[Any], keys: Keys) -> int:
-    """Set the directory's key of the active generation for the next bind(); its number."""
+def _directory_generation(keys: Keys) -> CurveGeneration:
+    """The active generation. AddressUnguarded: this host has not its key of the directory."""
     active = keys.curve.ordered()[0]
     if not active.directory_secret:
         raise AddressUnguarded(
             f"no directory may run on host {keys.curve.host}: its keys in {keys.folder} lack the "
             "directory's (mooncake keys add-host --directory)"
         )
-    socket.curve_publickey = active.directory_public.encode()
-    socket.curve_secretkey = active.directory_secret.encode()
-    return active.number
+    return active
+
+
+def _set_directory_key(socket: zmq.Socket[Any], generation: CurveGeneration) -> None:
+    """Set this key for the next bind()."""
+    socket.curve_publickey = generation.directory_public.encode()
+    socket.curve_secretkey = generation.directory_secret.encode()
 
 
 def with_key_of(bound: str, advertised: str) -> str:
-    """The published address, with the public key of the bound address."""
+    """`advertised` with the public key of `bound`; without a key if `bound` has none."""
     return advertised.partition("#")[0] + "".join(bound.partition("#")[1:])
 
 
@@ -136,7 +143,7 @@ class DirectoryKey:
     with the other key (PeerAccess) and repeat their requests."""
 
     def __init__(self, sockets: list[zmq.Socket[Any]]) -> None:
-        """The sockets are bound, with the current key."""
+        """The sockets are bound already, with the active generation's key."""
         self._keys = folder.of_process()
         endpoints = [(each, each.getsockopt_string(zmq.LAST_ENDPOINT)) for each in sockets]
         self._bound = [each for each in endpoints if is_tcp(each[1])] if self._keys else []
@@ -146,20 +153,29 @@ class DirectoryKey:
 
     @property
     def silent(self) -> list[str]:
-        """Addresses where the directory does not listen after it released them to renew its key."""
+        """Addresses that the directory released to renew its key and could not bind again yet."""
         return [address for _, address in self._unbound]
 
     def renew(self, now_s: float) -> None:
-        """Check for a new active generation; call it often."""
+        """Change to a new active generation, and bind released addresses. Call it each second.
+        A generation without the directory's key is not used."""
         if not self._bound or self._keys is None:
             return
         if self._number != self._keys.curve.active:
+            try:  # before a socket is unbound
+                active = _directory_generation(self._keys)
+            except AddressUnguarded as error:
+                if now_s >= self._note_due_s:
+                    self._note_due_s = now_s + RENEW_NOTE_S
+                    log.error("the directory keeps the key of an old generation: %s", error)
+                return
             for socket, endpoint in self._bound:
                 if (socket, endpoint) not in self._unbound:
                     with contextlib.suppress(zmq.ZMQError):  # the socket is no longer bound
                         socket.unbind(endpoint)
                     self._unbound.append((socket, endpoint))
-                self._number = set_directory_key(socket, self._keys)
+                _set_directory_key(socket, active)
+            self._number = active.number
             log.info("the directory now uses the key of generation %d", self._number)
             self._note_due_s = now_s + RENEW_S_MAX
         why: zmq.ZMQError | None = None
@@ -182,7 +198,7 @@ class DirectoryKey:
 
 
 def client_keys(address: str) -> list[ClientKeys]:
-    """The keys to try at this address, in order; [] for a connection without keys."""
+    """The keys to try at this address, in order; [] for a connection without keys. KeysInvalid."""
     keys = folder.of_process() if is_tcp(address) else None
     if keys is None:
         return []
@@ -210,11 +226,11 @@ class PeerAccess:
     def __init__(self, address: str, who: str = "") -> None:
         """`who`: the name of the server in error messages."""
         self._address, self._who = address, who or address
-        self._failures = 0  # consecutive failed attempts
+        self._failures = 0  # since the last success or AccessRefused
         self._turn = 0  # index of the keys to try, modulo their number
         self._used: ClientKeys | None = None
         self._watched: zmq.Socket[Any] | None = None
-        # Readable when `must_redial` has something to do; None except for tcp:// addresses.
+        # Readable when `must_redial` has events to read. None: not connected, or not over tcp://.
         self.monitor: zmq.Socket[bytes] | None = None
 
     def connect(self, socket: zmq.Socket[Any]) -> None:
@@ -232,8 +248,9 @@ class PeerAccess:
         socket.connect(self._address.partition("#")[0])
 
     def must_redial(self) -> bool:
-        """True: rejected, and other keys remain: connect() again, best with a new socket.
-        AccessRefused when all keys have been tried."""
+        """True: a handshake failed, and other or renewed keys remain: connect() again, best with a
+        new socket. False: none failed, or ZeroMQ itself retries with the same keys. AccessRefused:
+        each key failed; without a reason, at least SILENT_FAILURES_MAX times."""
         failure = self._newest_failure()
         if failure is None:
             return False
@@ -309,13 +326,13 @@ _UNKNOWN_CLIENT = (
 _OTHER_MECHANISM = {
     False: f"it requires keys, and this process has none. Set {folder.VARIABLE} to the folder of "
     "this host's keys (mooncake keys add-host); or no mooncake listens there",
-    True: f"it uses no keys, and this process has some. Set {folder.VARIABLE} for it and restart "
-    "it; or no mooncake listens there",
+    True: f"it uses no keys, and this process has some. Set {folder.VARIABLE} for that server and "
+    "restart it; or no mooncake listens there",
 }
 _SILENT = {
-    False: f"it closed it during the handshake. It may require keys ({folder.VARIABLE} is not "
+    False: f"the handshake was broken off. The server may require keys ({folder.VARIABLE} is not "
     "set here), or no mooncake listens there",
-    True: "it closed it during the handshake. Its key is another than this host expects: the "
-    "folders of keys are of different clusters or generations (copy them again, `mooncake keys "
-    "check`), it has no keys at all, or no mooncake listens there",
+    True: "the handshake was broken off. The server's key is not the one that this host expects: "
+    "the folders of keys are of different clusters or generations (copy them again, `mooncake keys "
+    "check`), the server has no keys at all, or no mooncake listens there",
 }

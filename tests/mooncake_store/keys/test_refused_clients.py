@@ -30,7 +30,7 @@ from tests.mooncake_store.directory_thread import ANY_PORT, DirectoryThread
 from tests.mooncake_store.keys.hosts import Hosts
 
 PATIENCE_S = 30.0  # far more than a refusal takes: what needs it all is a mere timeout
-WHO = {"stranger": "key of this host is unknown|key is another", "": "requires? keys"}
+WHO = {"stranger": "key of this host is unknown|key is not the one", "": "requires? keys"}
 
 
 @pytest.fixture

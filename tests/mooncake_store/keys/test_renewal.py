@@ -100,6 +100,39 @@ def test_a_port_that_somebody_takes_while_the_key_is_renewed_is_named_until_it_i
         assert key.silent == [] and f"listens at {address} again" in caplog.messages[-1]
 
 
+def test_a_directory_keeps_its_key_when_the_new_generation_lacks_one_for_it(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    hosts.be("a")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as bound:
+        secured_server(bound, context, ANY_PORT, is_directory=True)
+        bound.bind(ANY_PORT)
+        key = DirectoryKey([bound])
+        hosts.authority.rotate()
+        hosts.authority.add_host("a", may_direct=False)
+        hosts.authority.rotate()
+        wait_for_folder(hosts)
+        for now_s in (0.0, 1.0, RENEW_NOTE_S):
+            key.renew(now_s)
+            assert key.silent == [] and key._number == 1
+        assert sum("no directory may run on host a" in each for each in caplog.messages) == 2
+        hosts.authority.add_host("a", may_direct=True)
+        wait_for_directory_key()
+        key.renew(RENEW_NOTE_S + 1.0)
+        assert key._number == hosts.authority.state.used
+
+
+def wait_for_directory_key() -> None:
+    """Until this process has read a folder with the directory's key."""
+    keys = of_process()
+    assert keys is not None
+    for _ in range(3_000):
+        if keys.curve.ordered()[0].directory_secret:
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("the folder was never read")
+
+
 def take_port(bound: zmq.Socket[bytes], address: str) -> socket.socket:
     """Another process' socket, there as soon as ZeroMQ has let go of the port."""
     bound.unbind(address)
