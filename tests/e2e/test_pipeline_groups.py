@@ -105,8 +105,9 @@ def test_one_two_and_three_stages_give_the_tokens_of_transformers_from_cache_too
     compared.check(excluded_share_max=0.2)
 
 
-# A first stage that is killed is a prefill worker that is killed, as in test_failures.py.
-@pytest.mark.parametrize("stage", ["prefill_2", pytest.param("prefill_1", marks=pytest.mark.long)])
+# tests/backends/workers/pipeline/ has a stage that leaves and joins again, without servers.
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["prefill_2", "prefill_1"])
 def test_no_request_is_lost_when_a_stage_is_killed_and_the_group_forms_again(
     server: Server, stage: str
 ) -> None:
