@@ -55,8 +55,8 @@ PAIRS_EXPLAINED_MAX = 512
 HOT_PREFIXES_MAX = 8  # hot prefixes shown
 COPIES_WAITING_MAX = 16
 COPY_S_MAX = 5.0
-# The directory sends at least one message a second. While its silence lasts between these times,
-# the workers' report deadlines (report_s_max) are extended.
+# The directory sends at least one message a second. After a silence between these two times, each
+# tick extends the workers' report deadlines (report_s_max).
 DIRECTORY_SILENT_S, DIRECTORY_SILENT_S_MAX = 1.5, 10.0
 # A worker that is missing in a snapshot counts as lost after this time (default of worker_ttl_s).
 MISSING_S_MAX = 5.0

@@ -48,14 +48,14 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # workers are on the cluster's network, never behind a proxy
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # The thread that waits for a response reads it. Otherwise a connection without calls starts
-    # a thread.
+    # The thread that iterates over the responses reads them. Otherwise each call that begins on an
+    # idle connection starts a thread.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
 ]
 OTHER_HOST_OPTIONS = [
     # Without keepalive pings, a call to a host behind a cut link would wait for minutes. The pings
-    # detect the cut link within 4 s; the directory reports the worker gone after 4.5 s. The
-    # launcher makes the workers' Tritons accept such pings.
+    # detect the cut link within 4 s; the directory reports the worker gone 4.5 s after the cut at
+    # the earliest. The launcher makes the workers' Tritons accept such pings.
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -75,7 +75,7 @@ _replies = msgspec.msgpack.Decoder(PrefillReply | DecodeReply | WorkerFailure)
 
 
 class Connections:
-    """Connections to one Triton, used in turn. GrpcCalls' lock guards `in_use`."""
+    """Connections to one Triton, used in turn. GrpcCalls' lock guards `calls` and `in_use`."""
 
     def __init__(self, address: str) -> None:
         self.credentials = credentials_now()
@@ -110,17 +110,16 @@ class GrpcCalls:
         """One dict of flat arrays for each response. Raises ServingError; WorkerUnavailable if the
         worker is lost.
 
-        A caller that leaves early waits until the worker ends the stream, after a Stop message.
-        The call is not cancelled: Triton 2.51 does not unload a model after a cancelled call to it.
-        `cancel` is for workers that are gone.
+        Closing the iterator early waits until the worker ends the stream, so first send the worker
+        a Stop message. The call is not cancelled: Triton 2.51 does not unload a model after a
+        cancelled call to it. `cancel` is for workers that are gone.
         """
         request = _request(model, inputs, outputs, request_id)
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
         request.parameters[VERSION_PARAMETER].int64_param = CALLS_VERSION
         with self._connected(address) as begin:
-            call = begin(request)
-            with self._lock:
-                self._running[request_id] = call
+            with self._lock:  # `cancel` must not come between the start and the entry
+                call = self._running[request_id] = begin(request)
             try:
                 for response in call:
                     if response.error_message:
@@ -192,7 +191,7 @@ class GrpcCalls:
             connections.close()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel this request's call; its reader gets WorkerUnavailable."""
+        """Cancel this request's call; its reader gets WorkerUnavailable. No call: does nothing."""
         with self._lock:
             call = self._running.get(request_id)
         if call is not None:
@@ -213,9 +212,9 @@ def _channel(address: str) -> grpc.Channel:
 
 
 def _stream_of_one(channel: grpc.Channel) -> grpc.UnaryStreamMultiCallable:
-    """ModelStreamInfer with a single request, the same bytes as from its stub.
+    """ModelStreamInfer for calls with one request. It sends the same bytes as the stub.
 
-    The stub starts a thread for each call, to write further requests, which delays it by 0.5 ms.
+    The stub starts a thread for each call, to write further requests. That delays a call by 0.5 ms.
     """
     return channel.unary_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",

@@ -13,6 +13,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.errors import WorkerGone, WorkerRefused, WorkerUnavailable, WorkerUnreached
+from backends.frontend import grpc_calls
 from backends.frontend.grpc_calls import CONNECTIONS, GrpcCalls
 from mooncake_store.keys.authority import Authority
 from mooncake_store.keys.folder import VARIABLE, Keys
@@ -164,4 +165,25 @@ def test_a_triton_that_does_not_listen_is_unavailable(tritons: list[FakeTriton])
     gone.server.stop(None).wait()
     with pytest.raises(WorkerUnavailable, match="decode_0"):
         ask(calls, gone)
+    calls.close()
+
+
+def test_a_cancel_while_a_call_begins_is_not_lost(
+    tritons: list[FakeTriton], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, make = GrpcCalls(), grpc_calls._stream_of_one
+
+    def begin_of(channel: grpc.Channel):
+        def begin(request):
+            call = make(channel)(request)
+            cancelling = threading.Thread(target=calls.cancel, args=("slow",))
+            cancelling.start()
+            cancelling.join(0.2)
+            return call
+
+        return begin
+
+    monkeypatch.setattr(grpc_calls, "_stream_of_one", begin_of)
+    with pytest.raises(WorkerUnavailable):
+        list(calls(tritons[0].address, "worker", {}, ["number"], "slow"))
     calls.close()
