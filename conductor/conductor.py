@@ -2,8 +2,8 @@
 
 The conductor holds all decision state, reads no clock and does no I/O. The same class therefore
 runs in the frontend's process and in the simulator. The caller (ClusterView, or the simulator)
-serialises the calls and carries out the results. `now_s` is raised to the largest value so far.
-Threads may read their clocks before they take the lock.
+serialises the calls and carries out the results. Threads may read their clocks before they take the
+lock, so `now_s` is raised to the largest value so far.
 
     on_snapshot, on_events, on_silence         directory state, its changes, gaps without events
     on_arrival                                 checks tenant limits before parsing
@@ -220,8 +220,8 @@ class Conductor:
             self._noted.add(usage)
 
     def on_request(self, request: Request, now_s: float) -> Route | Reject:
-        """The route of this request, or its rejection. A request with a known request_id replaces
-        the earlier one and drops its reservations."""
+        """The route of this request, or its rejection. An earlier request with the same request_id
+        loses its reservations in both cases."""
         assert request.prompt_tokens > 0 and request.output_tokens_max >= 0, request
         now_s = self._advance(now_s)
         self._drop(request.request_id, now_s)
@@ -252,10 +252,8 @@ class Conductor:
         return self._reserve_route(request, pair, options, advice, now_s)
 
     def explain(self, request: Request, now_s: float, count_max: int | None = None) -> Explanation:
-        """The best pairs with their terms and the verdict on each. Changes no state.
-
-        A Candidate is built only for the best `count_max` pairs (None: all).
-        """
+        """The chosen pair and then the others by TTFT, at most `count_max` (None: all), with their
+        terms and the verdict on each. Empty without a pair. Reserves and counts nothing."""
         now_s = max(now_s, self._now_s)
         options = self._options(request, now_s)
         if isinstance(options, Reject):
@@ -281,7 +279,7 @@ class Conductor:
         return Explanation(tuple(candidates), len(ranked) - shown)
 
     def _options(self, request: Request, now_s: float) -> Options | Reject:
-        """The predicted times of each eligible worker, or the rejection if there is none."""
+        """The predicted times of each eligible worker, or the rejection if a role has none."""
         cluster, excluded = self._cluster, request.excluded_workers
         tokens, prefills, decodes = request.prompt_tokens, cluster.prefills, cluster.decodes
         cluster.look(now_s)
@@ -341,7 +339,8 @@ class Conductor:
     def on_prefill_finished(
         self, request_id: str, now_s: float, cached_tokens: int, seconds: float | None = None
     ) -> None:
-        """The prefill ended with the first token. `seconds`: prefill time, if it was reported."""
+        """The prefill ended with the first token. `seconds`: prefill time; None: not reported.
+        Unknown requests and repeated calls are ignored."""
         now_s = self._advance(now_s)
         routed = self._cluster.in_flight.get(request_id)
         if routed is None or routed.prefill_done:
@@ -367,7 +366,7 @@ class Conductor:
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
         """Done, failed or cancelled: drop all reservations of the request. Idempotent.
 
-        `output_tokens`: length of a complete answer; `predictive_lengths` learns from it.
+        `output_tokens`: length of a complete answer; None: failed, cancelled or unknown.
         """
         now_s = self._advance(now_s)
         routed = self._drop(request_id, now_s, output_tokens)
@@ -395,7 +394,7 @@ class Conductor:
         return routed
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """Exclude the worker until its next report, at most for failed_mark_s."""
+        """Exclude the worker until a report over report_lag_s later, at most for failed_mark_s."""
         now_s = self._advance(now_s)
         self._cluster.worker_failed((worker_id, incarnation), now_s)
 
@@ -408,7 +407,8 @@ class Conductor:
 
     def on_worker_refused(self, worker_id: str, incarnation: str, now_s: float) -> None:
         """A decode worker rejected an arriving request (arrival_check.py). The worker counts as
-        full until its next report, at most overload_mark_s."""
+        full until a report over report_lag_s later, an empty batch, or the end of overload_mark_s.
+        """
         now_s = self._advance(now_s)
         self._cluster.worker_refused((worker_id, incarnation), now_s)
         self._gate.decode_was_short()
@@ -416,7 +416,7 @@ class Conductor:
     # Notes of other frontends
 
     def on_routed_elsewhere(self, batch: NoteBatch, now_s: float) -> None:
-        """Apply a batch of another frontend's notes about requests at the shared workers."""
+        """Apply a batch of another frontend's notes; a batch of this frontend is ignored."""
         now_s = self._advance(now_s)
         if batch.frontend != self._noted.frontend:
             if self._others.on_batch(batch, now_s):
@@ -503,7 +503,7 @@ class Conductor:
         return self._hotspots.hottest(self._tiers.dram, self._advance(now_s), count_max)
 
     def propose_flip(self, now_s: float) -> RoleFlip | None:
-        """Called about twice a second. Of several frontends, one proposes; all compute which."""
+        """Called about twice a second. None: no flip now. Of several frontends, one proposes."""
         now_s = self._advance(now_s)
         if self._balance is None:
             return None

@@ -34,7 +34,8 @@ class ConductorConfig:
     # Service levels. A request whose prediction exceeds one of them is rejected at once.
     ttft_slo_s: float = 30.0  # time to first token
     tbt_slo_s: float = 1.0  # time between tokens
-    advisory: bool = False  # True: rejections for a service level are reported, not applied
+    # True: rejections for a service level, for room or for fair shares become Route.advice.
+    advisory: bool = False
     # The decode load that is checked. reserved: all requests that decode or are on their way.
     # predictive: the load at the end of this prefill. predictive_lengths: the same load, predicted
     # from output lengths learned online. early: the load now. baseline: no decode load is checked.
@@ -132,8 +133,8 @@ class ConductorConfig:
     @property
     def overload_order(self) -> QueueOrder:
         """The order while overload is shed: nearly first come, first served. Only the shortest
-        prompts overtake, since they delay others little. An admitted request is overtaken for at
-        most the time of the queue that is kept."""
+        prompts overtake, since they delay others little. A request that arrives later than the time
+        of the queue that is kept never overtakes."""
         if self.queue_order == "fifo":
             return FIFO
         wait_s_max = min(self.queue_wait_s_max, self.backlog_share * self.ttft_slo_s)

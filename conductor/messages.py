@@ -1,7 +1,6 @@
 """Inputs and outputs of the conductor: requests, routes, rejections, suggestions.
 
-All records are frozen and without behaviour, so that a shell can log, send or store them. Every
-decision carries the prediction that led to it.
+All records are immutable. Every decision about a pair carries the prediction that led to it.
 
 Not here: directory events and worker reports (mooncake_store), options (config.py).
 """
@@ -30,7 +29,8 @@ class Request:
     prompt_tokens: int  # > 0
     block_keys: Sequence[bytes]  # full blocks only; block key i names blocks 0..i of this prompt
     output_tokens_max: int  # max_tokens of the client, >= 0
-    priority: int = 0  # below 0: lower limits, see low_priority_load_max
+    # Below 0: lower limits (low_priority_load_max). Above 0: no margin for errors (admission.py).
+    priority: int = 0
     # (worker_id, incarnation) of workers on which an attempt failed; a retry excludes them.
     excluded_workers: frozenset[tuple[str, str]] = frozenset()
     tenant: str = ""  # has a share under overload, see fair_share.py
@@ -54,11 +54,12 @@ class Prediction(NamedTuple):
     """The predicted terms of one pair. ttft_s is the sum of the four terms above it."""
 
     queue_s: float  # prefill work that runs before this request
-    transfer_s: float  # fetching and restoring; adaptive: only the part outside the queueing time
+    # Fetching and restoring. adaptive: only the part that overlaps neither queueing nor computing.
+    transfer_s: float
     prefill_s: float  # computing the tokens that are not cached
     handover_s: float  # transfer of the prompt's KV cache to the decode worker
     ttft_s: float
-    tbt_s: float  # one decode step at the end of the prefill, this request included
+    tbt_s: float  # one decode step with this request, at the load that the admission policy assumes
     decode_sequences: float  # requests in that step
     delay_s: float = 0.0  # sum of the delays of the queued requests that this request overtakes
     # The part of prefill_s in which the last chunk passes the later stages of a pipeline group.
@@ -80,16 +81,15 @@ class Reject:
     kind: str
     reason: str
     predicted: Prediction | None  # of the best pair; None without a pair
-    retry_after_s: float
+    retry_after_s: float  # too_large: 0.0, because a retry cannot help
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """The destination of a request, and the predictions for it.
 
-    `order_key_s` is its order key in the prefill queue (queue_order.py), on the clock of `now_s`. A
-    worker with another clock computes its own order key by the same formula, from the arrival at
-    the worker and predicted.prefill_s.
+    `order_key_s` is its order key in the prefill queue (queue_order.py), on the clock of `now_s`.
+    The worker has another clock, so it gets the seconds from now to the order key.
     """
 
     request_id: str
@@ -132,7 +132,7 @@ class RoleFlip:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One compared pair, as `Conductor.explain` shows it."""
+    """One pair, as `Conductor.explain` shows it."""
 
     prefill: WorkerRef
     decode: WorkerRef
@@ -141,13 +141,13 @@ class Candidate:
     fetch_blocks: int
     fetch_node: str | None
     predicted: Prediction
-    verdict: str  # "chosen", "slower", or the kind of rejection it would meet
+    verdict: str  # the kind of rejection of this pair, else "chosen" or "slower" (not chosen)
     pipeline_stages: int = 1  # above 1: `prefill` is stage 0 of a pipeline group
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The best pairs, best first, and the number of the others."""
+    """The chosen pair, the next ones by TTFT, and the number of others. Empty without any pair."""
 
     candidates: tuple[Candidate, ...]
     left_out: int
@@ -161,7 +161,7 @@ class WorkerStatus:
     role: str
     takes_requests: bool
     why_not: str  # "" when it takes requests
-    queue_s: float  # prefill: predicted work; decode: 0
+    queue_s: float  # prefill: predicted work at the calibrated speed; decode: 0
     requests: float  # prefill: reserved or unattributed; decode: in the batch
     speed_ratio: float  # measured / estimated seconds; 1.0 is as calibrated
     pipeline_stages: int = 1  # of its pipeline group, if this prefill worker is stage 0
@@ -190,7 +190,7 @@ class HotPrefix:
 class ConductorStats:
     """Totals since the conductor was created. Counters never decrease."""
 
-    requests: int
+    requests: int  # routed or rejected, also on arrival
     routed: int
     rejected: Mapping[str, int]  # by kind
     advised: Mapping[str, int]  # by kind: rejections not applied in advisory mode

@@ -9,7 +9,8 @@ Plain shortest-first order starves long prompts. Ageing bounds the wait of a lon
 `work_s` is the predicted prefill time of the tokens that are not cached. A request that arrives
 more than `wait_s_max` after another one never overtakes it. `stretch = 0` is first come, first
 served. An order key never changes, so a worker can keep its queue in a heap. The conductor computes
-the same order key, and predicts without messages which of its requests run before a new one.
+the order key, and the worker takes it over (PrefillRequest.place_s). The conductor thus predicts
+without messages which of its requests run before a new one.
 
 **Sharing.** All prompts of a step wait until the step ends. Adding a prompt to a step that already
 ends `sharing` prompts delays each of them by `per_token * tokens`. It saves the added prompt and
@@ -49,7 +50,7 @@ FIFO = QueueOrder(stretch=0.0, wait_s_max=0.0)
 
 
 ALWAYS = float("inf")  # a value of overhead_tokens: every step is filled to its token limit
-MAKING_WAY = 4  # overhead is at most a fifth of a short step
+MAKING_WAY = 4  # overhead is at most a fifth of a short step, unless chunk_tokens cuts the step
 
 
 def shares_step(sharing: int, behind: int, tokens: int, overhead_tokens: float) -> bool:

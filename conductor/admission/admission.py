@@ -14,11 +14,10 @@ meet. A load policy is a pure function of the decode batch:
     baseline    no check of decode load; overload appears only after the prefill is computed
     none        no service level is checked; only bounded queues and batches reject
 
-Both predictive policies also keep room for expected arrivals (decode_forecast.py). `reserved` keeps
-its predictions, and `predictive_lengths` wastes the least work (README.md names the measurements).
-`predictive` uses room that will become free. Its cost is that a long prefill books that room before
-short ones, and that two bookings of the same room are detected late. A new policy is a new entry in
-LOAD_POLICIES.
+Both predictive policies also count expected arrivals (decode_forecast.py). `predictive_lengths`
+wastes the least work (README.md names the measurements). `predictive` uses room that will become
+free. Its cost is that a long prefill books that room before short ones, and that two bookings of
+the same room are detected late. A new policy is a new entry in LOAD_POLICIES.
 
 `Gate` also learns the errors of predictions and the recent demand. Its rules:
 
@@ -107,8 +106,8 @@ def decode_loads(
 
 
 def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
-    """The rejection if no worker of this role can take the request: none takes requests, or each is
-    too small. A resumed request waits for a large enough worker, which may be restarting."""
+    """The rejection if no worker of this role can take the request: none takes requests, or each
+    that does is too small. A resumed request waits for a large enough worker, which may restart."""
     takers = [w for w in cluster.takers(role, now_s) if w.key not in request.excluded_workers]
     tokens = request.prompt_tokens + request.output_tokens_max * (role == "decode")
     if takers and not (request.is_resumed and tokens <= cluster.largest_seen[role]):
@@ -128,7 +127,7 @@ def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) 
 def _too_large(
     cluster: Cluster, role: str, workers: Sequence[WorkerState], request: Request
 ) -> Reject:
-    """No registered worker could ever hold the request, so a retry cannot help."""
+    """None of these workers, which take requests, could ever hold it, so a retry cannot help."""
     info = max((worker.info for worker in workers), key=cluster.tokens_max)
     node_blocks, wanted = cluster.node_blocks(info), request.prompt_tokens
     if node_blocks < min(info.pages_max, blocks_touched(wanted, info.block_tokens)):
@@ -259,7 +258,7 @@ def _fair_share(case: RejectionCase) -> tuple[str, float]:
             f"; tenant {case.request.tenant!r} asks for {shed.wanted:.2f} and has a share of "
             f"{shed.granted:.2f} prefill seconds per second"
         )
-    # The queue drains one second per second. Twice the demand of a share waits twice as long.
+    # The queue drains one second per second. A tenant with twice its share waits twice as long.
     return reason, shed.excess_s * max(1.0, shed.wanted / max(shed.granted, 1e-9))
 
 
@@ -308,7 +307,7 @@ def _bounded(wait_s: float, config: ConductorConfig) -> float:
 def pressure_on(
     options: Options, decode: DecodeOption, config: ConductorConfig, elsewhere: Mapping[str, float]
 ) -> Pressure:
-    """The load of the pools without this request: all prefill queues, and the best decode batch.
+    """The load of the prefill queues that may take the request, and of this decode worker.
     `elsewhere`: demand at other frontends by tenant, in prefill seconds per second."""
     info, load = decode.worker.info, decode.load
     decode_load = max(

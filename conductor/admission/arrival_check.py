@@ -16,7 +16,7 @@ slow steps would waste prefills. Requests that wait for their first step count i
 worker accepts every request, since no other request is delayed.
 
 `retry_after_s` is the time until enough requests have left for the step to fit, if each generates
-all tokens it asked for. It is thus an upper bound, between the same limits as the conductor's.
+all tokens it asked for. It is thus an upper bound, between RETRY_S_MIN and RETRY_S_MAX.
 
 Not here: room (the worker checks it itself), the check before the prefill (admission.py).
 """
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from conductor.estimates.estimates import DecodeEstimate
 from conductor.estimates.measured import RATIO_MAX
 
-RETRY_S_MIN, RETRY_S_MAX = 0.5, 60.0
+RETRY_S_MIN, RETRY_S_MAX = 0.5, 60.0  # the defaults of retry_after_s_min and retry_after_s_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class BatchOnArrival:
     """The load of a decode worker when a request arrives. `answers_left_tokens`: the most tokens
     that each request there may still generate."""
 
-    context_tokens: int
+    context_tokens: int  # sum over all requests there
     answers_left_tokens: Sequence[int]
     speed: float = 1.0  # measured / estimated step time, a mean over the steps of a short answer
 
@@ -57,7 +57,7 @@ class DecodeRefusal:
 def refusal(
     there: BatchOnArrival, tokens: int, estimate: DecodeEstimate, tbt_slo_s: float
 ) -> DecodeRefusal | None:
-    """None: the request is accepted. `tokens`: KV of the request; `tbt_slo_s` 0: no limit."""
+    """None: the request is accepted. `tokens`: its KV tokens; `tbt_slo_s` 0: no limit."""
     assert tokens > 0 and tbt_slo_s >= 0, (tokens, tbt_slo_s)
     if tbt_slo_s == 0 or not there.sequences:
         return None

@@ -7,11 +7,11 @@ the queue well below the limit. `backlog` is the mean of the prefill seconds que
 
     capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
 
-An excess thus drains within one service level. At or below half the target all requests are
-admitted. `tenant_shares` divide the capacity among tenants max-min fairly, over all frontends.
-Frontends exchange the demand of each tenant, and divide its share in proportion to their demand. A
-tenant with less than its demand loses the costliest requests of each class of prompt length. Each
-class has a floor (`Demand.split`):
+An excess thus drains within one service level. The capacity is lower while decoding is short. At or
+below half the target all requests are admitted, unless decoding is short. `tenant_shares` divide
+the capacity among tenants max-min fairly, over all frontends. Frontends exchange the demand of each
+tenant, and divide its share in proportion to their demand. A tenant that is granted less than its
+demand loses the costliest requests of each class of prompt length. Each class has a floor:
 
     admit a request of class c  if its cost is below cut[c]
     cut[c] = the same for every class, raised where that would admit less than a floor:
@@ -20,9 +20,8 @@ class has a floor (`Demand.split`):
 A cut is a position in a histogram of costs with four buckets per octave: whole buckets plus a part
 of the next one. Costs are often equal, so a *credit* divides the requests inside that bucket. Each
 request adds the part to the credit, and one request is admitted when the credit reaches one. All
-sums decay together (forward_decay.py). They are counted in units of the current weight, which the
-owner of a `Demand` passes in. Plans are made at most every PLAN_S, so a decision costs two sums and
-a comparison.
+sums but `recent_s` decay together (forward_decay.py), with the weight that the owner of a `Demand`
+passes in. Plans are made at most every PLAN_S, so a decision costs two sums and a comparison.
 
 docs/reference/conductor.md ("Fair shares under overload") gives the reasons, and the roles of
 priority, of classes below their floor and of decoding. Not here: the limits themselves
@@ -49,7 +48,7 @@ Vector = npt.NDArray[np.float64]
 COST_MIN_S = 2.0**-16  # lower end of the histogram of costs
 BUCKETS_PER_OCTAVE = 4
 BUCKETS = 28 * BUCKETS_PER_OCTAVE  # upper end: 2^12 s, over an hour
-FIXED_POINT_ROUNDS = 6  # each round reduces the error of the admitted share at least by half
+FIXED_POINT_ROUNDS = 6  # each multiplies the error of the admitted share by at most the floor
 
 
 def bucket(cost_s: float) -> int:
@@ -64,11 +63,11 @@ def cost_at(cut: float) -> float:
 
 
 class Demand:
-    """Decayed sums of one tenant: requests and prefill seconds, offered and admitted."""
+    """Decayed sums of one tenant: offered requests and prefill seconds, and admitted requests."""
 
     def __init__(self) -> None:
-        self.offered: Vector = np.zeros((CLASSES, BUCKETS))
-        self.offered_s: Vector = np.zeros((CLASSES, BUCKETS))
+        self.offered: Vector = np.zeros((CLASSES, BUCKETS))  # requests
+        self.offered_s: Vector = np.zeros((CLASSES, BUCKETS))  # prefill seconds
         self.steady_s = 0.0  # sum of `offered_s`
         self.recent_s = 0.0  # offered prefill seconds with a faster decay, to detect recent changes
         self.offered_of = [0.0] * CLASSES  # requests by class, summed over costs
@@ -141,7 +140,7 @@ class Demand:
         ]
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         assert np.allclose(self.offered.sum(axis=1), self.offered_of)
         assert math.isclose(self.offered_s.sum(), self.steady_s, rel_tol=1e-6, abs_tol=1e-9)
         assert self.offered.min() >= 0 and self.offered_s.min() >= 0
@@ -165,20 +164,21 @@ CAPACITY_MIN = 0.1  # of the workers; some work is admitted however long the que
 WINDOW_MIN_S = 10.0  # minimum averaging window, so that one burst is no overload
 TENANTS_MAX = 256  # beyond, the tenant with the least offered work is dropped
 FADED_REQUESTS = 1e-3  # a tenant with a smaller decayed sum of requests is dropped
-PRIORITY_MAX = 4  # higher and lower levels count as this level
+PRIORITY_MAX = 4  # levels beyond -4 to 4 count as -4 or 4
 DECODE_BUSY = 0.9  # of its limits; below it, decoding is not the bottleneck
-DECODE_LESS, DECODE_MORE = 0.9, 0.01  # factor after a decode rejection, step without one
+# For each plan: the factor of `_decode_part` after a decode rejection, its step without one.
+DECODE_LESS, DECODE_MORE = 0.9, 0.01
 
 
 NO_OTHERS: Mapping[str, float] = {}
 
 
 class Pressure(NamedTuple):
-    """The load of both pools, without the request in question."""
+    """The load of both pools."""
 
-    backlog_s: float  # mean seconds of prefill queued, over the workers that take requests
+    backlog_s: float  # mean seconds of prefill queued, over the workers that may take the request
     workers: int  # number of these workers
-    decode_load: float  # the highest load / limit of the best decode worker
+    decode_load: float  # highest load / limit of the chosen decode worker; its TBT has the request
     is_decoding: bool = True  # the batch of that decode worker is not empty
     # Prefill seconds per second that tenants offered to other frontends recently, by tenant.
     elsewhere: Mapping[str, float] = NO_OTHERS
@@ -211,7 +211,7 @@ class FairShare:
         self._recent = ForwardDecay(config.demand_half_life_s / RECENT_FASTER)
         self._planned_s = -math.inf
         self._noted_s = -math.inf  # when the latest request was counted
-        self._decode_part = 1.0  # decode capacity / prefill capacity; CAPACITY_MIN .. 1
+        self._decode_part = 1.0  # factor of the capacity, CAPACITY_MIN .. 1; < 1: decoding is short
         self._is_decode_short = False  # a request was rejected for decode load since the last plan
 
     def rejection(self, request: Request, work_s: float, pressure: Pressure) -> Shed | None:
@@ -234,7 +234,7 @@ class FairShare:
         )
 
     def wanted_of(self, now_s: float) -> dict[str, float]:
-        """Prefill seconds per second that each tenant offered here recently, admitted or not."""
+        """Prefill seconds per second that each tenant offered here, decayed since the last plan."""
         faded = max(0.0, now_s - self._planned_s) / self._config.demand_half_life_s
         kept = math.pow(2.0, -faded)
         return {tenant: wanted * kept for tenant, (wanted, _) in self._granted.items()}
@@ -317,7 +317,7 @@ class FairShare:
                 self._demands[tenant].cuts = NO_CUTS
 
     def _capacity(self, pressure: Pressure, wanted: float) -> float:
-        """Prefill seconds that may be admitted per second."""
+        """Prefill seconds that may be admitted per second. Once per plan: adapts `_decode_part`."""
         excess = (pressure.backlog_s - self.target_s) / self._config.ttft_slo_s
         capacity = pressure.workers * max(CAPACITY_MIN, 1 - excess)
         if self._is_decode_short:
@@ -341,8 +341,8 @@ class FairShare:
 def max_min(
     wanted: Mapping[str, float], weights: Mapping[str, float], capacity: float
 ) -> dict[str, float]:
-    """Weighted max-min fair allocation. Each name gets at most what it wants, and at least its
-    weight's part of the remaining capacity. All values have one unit; the default weight is 1."""
+    """Weighted max-min fair allocation. In ascending order of demand per weight, each name gets
+    what it wants, at most its weight's part of the capacity left. The default weight is 1."""
     granted = dict(wanted)
     open_ones = sorted(wanted, key=lambda name: (wanted[name] / weights.get(name, 1.0), name))
     left, weight_left = capacity, sum(weights.get(name, 1.0) for name in wanted)

@@ -8,8 +8,8 @@
 Each request carries its limits (messages.TenantLimits). Only the usage is stored here, so a change
 of limits needs no update. Usage is counted in whole seconds, and a request leaves the window
 together with its second. It therefore counts for up to 61 s, and no 60 s admit more than the limit.
-A request rejected for load or limits is not charged. A request that was read and is invalid, or
-that needs token ids only, is charged as one request.
+A request rejected for load or limits is not charged. A request that was read and is invalid, and a
+call that needs token ids only, is charged as one request.
 
 The limits are checked twice: on arrival, before the prompt is read, and at admission. Reading four
 megabytes takes seconds.
@@ -17,7 +17,7 @@ megabytes takes seconds.
 Each frontend sends its admissions and returned tokens to the others (notes.UsageNote). Requests in
 flight elsewhere are known from other notes (load/other_frontends.py). The limits therefore hold
 over all frontends, except for admissions within the fraction of a second that a note takes. A lost
-note causes an error for at most one minute. A restarted frontend starts with empty counts.
+note causes an error for at most 61 s. A restarted frontend starts with empty counts.
 
 Not here: shares under overload (fair_share.py), request slots of a frontend (backends/frontend).
 """
@@ -35,7 +35,7 @@ from conductor.notes import UsageNote
 WINDOW_S = 60
 TENANTS_MAX = 4_096  # beyond, the tenant with the oldest latest use is dropped
 IN_FLIGHT_RETRY_S = 1.0  # the end of a request in flight cannot be predicted
-ROUNDING_S = 0.01  # clients read hundredths of a second
+ROUNDING_S = 0.01  # retry_after_s is sent with two decimals (backends/errors.py)
 
 
 @dataclass(slots=True)
@@ -52,7 +52,8 @@ class UsageWindow:
         self._seconds: deque[_Second] = deque()  # ordered by time; at most WINDOW_S + 1 entries
 
     def add(self, at_s: float, requests: int, tokens: int, now_s: float) -> None:
-        """Add usage, or return it where negative, at a moment that may be in the past."""
+        """Add usage, or return it where negative, at a moment that may be in the past. Ignored if
+        that moment has left the window."""
         self._forget(now_s)
         second = math.floor(min(at_s, now_s))
         if second < math.floor(now_s) - WINDOW_S:
@@ -75,12 +76,12 @@ class UsageWindow:
                 beside.tokens, left = beside.tokens - taken, left + taken
 
     def used(self, now_s: float) -> tuple[int, int]:
-        """(requests, tokens) of the last minute."""
+        """(requests, tokens) in the window."""
         self._forget(now_s)
         return sum(s.requests for s in self._seconds), sum(s.tokens for s in self._seconds)
 
     def wait_s(self, now_s: float, requests: int, tokens: int) -> float:
-        """Seconds until so many requests and tokens have left the window."""
+        """Seconds until so many requests and tokens have left the window; WINDOW_S if never."""
         self._forget(now_s)
         for second in self._seconds:
             requests, tokens = requests - second.requests, tokens - second.tokens
@@ -171,7 +172,7 @@ class TenantQuotas:
         return Reject(request.request_id, kind, reason, None, wait_s)
 
     def charged(self, tenant: str, now_s: float) -> UsageNote:
-        """Charge work that is not a request as one request."""
+        """Charge an invalid request, or work that is not a request, as one request."""
         return self._use(UsageNote(now_s, tenant, 1, 0), now_s)
 
     def admitted(self, request: Request, now_s: float) -> UsageNote | None:

@@ -1,9 +1,8 @@
 """Forward decay: sums with a half-life that need no pass over old values (Cormode et al., 2009).
 
 A backward decay would shrink every old sum as time passes. Forward decay instead gives each new
-amount a larger weight, 2^(age / half-life) relative to the origin. `sum / weight(now)` is the sum
-in current units. A sum is thus one number, and an addition is one multiplication ("Forward Decay",
-ICDE 2009).
+amount a larger weight, 2^(seconds since the origin / half-life). `sum / weight(now)` is the sum in
+current units. A sum is thus one number, and an addition is one multiplication (ICDE 2009).
 
 Weights grow, so the origin must move before they overflow. The owner of the sums calls `rescaled`
 before each addition, and divides all sums by the result.
@@ -27,7 +26,7 @@ class ForwardDecay:
         self._origin_s = math.inf
 
     def rescaled(self, now_s: float) -> float:
-        """Divisor of all sums before the next addition; mostly 1."""
+        """Divisor of all sums before the next addition; mostly 1. Not 1: the origin has moved."""
         if self.began_s == math.inf:
             self.began_s = self._origin_s = now_s
         exponent = (now_s - self._origin_s) / self.half_life_s
@@ -37,14 +36,14 @@ class ForwardDecay:
         return float(2.0 ** min(exponent, EXPONENT_FLOAT))
 
     def weight(self, at_s: float) -> float:
-        """Weight of an amount that is added at this time."""
+        """Weight of an amount that is added at this time; 1 before the first `rescaled`."""
         if self.began_s == math.inf:
             return 1.0
         exponent = (at_s - self._origin_s) / self.half_life_s
         return float(2.0 ** min(exponent, EXPONENT_FLOAT))
 
     def window_s(self, now_s: float) -> float:
-        """Seconds that a sum represents: a steady rate is sum / weight / window."""
+        """Seconds that a sum represents: a steady rate is sum / weight / window. 0 at the start."""
         if self.began_s == math.inf:
             return 0.0
         faded = 2.0 ** max(-EXPONENT_FLOAT, (self.began_s - now_s) / self.half_life_s)

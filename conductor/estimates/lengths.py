@@ -2,8 +2,8 @@
 
 **Classes of prompt length.** A prompt of 100k tokens costs fifty times one of 2k. Long prompts are
 few, so statistics over all requests describe them badly. Shares, margins and output lengths are
-therefore kept for each class. The bounds are a factor of four apart, so work within a class differs
-by about that factor.
+therefore kept for each class. The bounds are a factor of four apart, so work within an inner class
+differs by about that factor.
 
 **Answers.** The distribution of each class is learned from finished answers. A class of answers is
 a class of prompt length and a tenant, because the tenant predicts the length of an answer best. For
@@ -11,9 +11,9 @@ each class there is a *survival curve*
 
     S(n) = share of answers with more than n tokens
 
-An answer with n tokens gets m more with probability S(n + m) / S(n). The future load of a decode
-worker is computed from these probabilities (decode_forecast.py). For an answer of unknown age, the
-*residual* curve gives the same probability.
+An answer with n tokens gets more than m further ones with probability S(n + m) / S(n). The future
+load of a decode worker is computed from these probabilities (decode_forecast.py). For an answer of
+unknown age, the *residual* curve gives the same probability.
 
 Curves are products of the survival in each bucket of lengths (Kaplan-Meier):
 
@@ -21,9 +21,9 @@ Curves are products of the survival in each bucket of lengths (Kaplan-Meier):
 
 An answer that was cut by its max_tokens *reached* that length and did not *end* there, so limits of
 clients are not taken for lengths of answers. Counts decay (forward_decay.py). Each class gets
-CLASS_PRIOR answers of all classes as a prior. All classes get PRIOR answers of S(n) = 1 / (1 + n /
-expected) as a prior. Its median is `expected`. An answer longer than all known ones is expected to
-double its length.
+CLASS_PRIOR answers of all classes as a prior. All classes together get PRIOR answers of S(n) = 1 /
+(1 + n / expected) as a prior, whose median is `expected`. An answer longer than all known ones is
+thus expected to double its length.
 
 Buckets: two per octave, uniform inside. Curves are computed on demand, at most every CURVE_S.
 
@@ -64,7 +64,7 @@ EDGES: Vector = np.array([0.0, 1.0] + [f * 2.0**k for k in range(1, 18) for f in
 BUCKETS = len(EDGES) - 1  # the last bucket has no upper bound
 CURVE_S = 1.0  # reuse time of a curve
 CLASS_PRIOR, PRIOR = 8.0, 8.0  # weights of the priors, in answers
-TENANTS_MAX = 64  # tenants with classes of their own; the others share one
+TENANTS_MAX = 64  # tenants with classes of their own; the others share those of tenant ""
 HALF_LIFE_S = 600.0  # decay of the counts
 LEAST = 1e-6  # lower bound of a curve, so that each ratio is defined
 

@@ -38,7 +38,7 @@ class PipelineEstimate:
     def of(
         cls, stages: Sequence[PrefillEstimate], chunk_tokens: int = 0, hops_s: float = 0.0
     ) -> PipelineEstimate:
-        """At least one stage. The slowest stage is that of a chunk without a prefix."""
+        """At least one stage. The slowest stage is the one that is slowest without a prefix."""
         slowest = max(stages, key=partial(_chunk_s, chunk_tokens))
         sums = (sum(parts) for parts in zip(*(stage.coefficients for stage in stages), strict=True))
         others = (

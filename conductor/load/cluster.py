@@ -12,8 +12,8 @@ A worker takes requests if all of these conditions hold. `why_not` names the fir
 - It sent a report within report_s_max.
 - It is not draining.
 - This frontend has a network path to it, as far as the shell knows.
-- No call to it failed since its last report. The mark also expires after failed_mark_s, so it
-  excludes no worker for good.
+- No call to it failed, or a report over report_lag_s later has cleared the mark. The mark also
+  expires after failed_mark_s, so it excludes no worker for good.
 
 Stage 0 represents a pipeline group: all its stages must be registered and meet all conditions. The
 other stages receive no requests of their own.
@@ -43,7 +43,7 @@ from conductor.messages import Request, Route
 from mooncake_store.layout import blocks_touched, geometry
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-PATHS_PER_TICK = 64  # made ahead per tick and role; one takes up to 0.1 ms in a large cluster
+PATHS_PER_TICK = 64  # paths looked up per tick and role; each takes up to 0.1 ms
 RESIDENCE_WEIGHT = 0.05  # weight of one finished request in the mean decode time
 
 
@@ -102,7 +102,7 @@ class Cluster:
         self._is_stale = True
 
     def node_down(self, node_id: str, incarnation: str) -> bool:
-        """False if a newer incarnation of the node has registered already."""
+        """False if the node is unknown, or has another incarnation by now."""
         known = self.nodes.get(node_id)
         if known is None or known.incarnation != incarnation:
             return False
@@ -177,8 +177,8 @@ class Cluster:
             self._refused_at_s[key] = now_s
 
     def overloaded(self, now_s: float) -> list[WorkerState]:
-        """Decode workers that refused a request on arrival, and count as full. The mark ends with
-        the next report, after overload_mark_s, or when the batch is empty."""
+        """Decode workers that refused a request on arrival, and count as full. The mark ends with a
+        report over report_lag_s later or after overload_mark_s. An empty batch has none."""
         if not self._refused_at_s:
             return []
         expired_s = now_s - self.config.overload_mark_s
@@ -275,7 +275,8 @@ class Cluster:
         return int(min(info.context_tokens_max, blocks * info.block_tokens))
 
     def node_blocks(self, info: WorkerInfo) -> float:
-        """Blocks of one prompt that its node can hold. A prompt is handed over through its node."""
+        """Blocks of one prompt that the worker's node can hold; infinite for decode workers, native
+        engines and unknown nodes. Other prefill workers hand a prompt over through their node."""
         node = self.nodes.get(info.node_id)
         if info.role != "prefill" or info.is_native or node is None or not node.segment_bytes:
             return math.inf
@@ -399,8 +400,8 @@ class Cluster:
     def learn_decode(
         self, routed: InFlightRequest, output_tokens: int | None, now_s: float
     ) -> None:
-        """Learn decode time and answer length. Cancelled answers leave the batch too, so they
-        count. Without `output_tokens`, the length is the decode time / the predicted step."""
+        """Learn decode time and answer length, unless the request never joined. Cancelled answers
+        count too. Without `output_tokens`, the length is the decode time / the predicted step."""
         if routed.joined_at_s is None:
             return
         decoded_s = max(now_s - routed.joined_at_s, 1e-3)

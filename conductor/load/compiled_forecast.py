@@ -47,8 +47,8 @@ class CompiledForecast:
         pages: float,
         tokens_max: float,
     ) -> None:
-        """`sums_addresses`: of the request, and of all requests that are joined or not joined as it
-        is. `since_s`: from the start of its answer to the start of the grid."""
+        """`sums_addresses`: of the request, and of all joined (or of all coming) requests.
+        `since_s`: seconds from the start of its answer to the start of the grid."""
         REQUEST.pack_into(
             self._request,
             0,

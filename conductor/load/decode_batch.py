@@ -19,7 +19,7 @@ mistake.
 The load at a later moment is that of Mooncake, "Early Rejection Based on Prediction" (system
 level). Coming requests whose prefill ends before that moment are added. Requests that will have
 decoded for their expected time are subtracted. A request that has exceeded its expected time is
-assumed to stay. Each staying request grows by one token per step since the report.
+assumed to stay. Each reported request that stays grows by one token per step since the report.
 
 All counts are integers and only added or subtracted, so they return to exactly zero.
 """
@@ -170,7 +170,7 @@ class DecodeBatch:
         # A worker reserves pages for a request while its prefill runs.
         pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages + self._gone_pages
         reported, gone = self._reported, self._gone_sequences
-        # A finished request had more tokens than its prompt: the mean of the reported requests.
+        # A finished request counts with the mean tokens of the reported ones, not with its prompt.
         there = 1.0 - min(1.0, gone / reported.sequences) if reported.sequences else 1.0
         context_tokens = round(reported.context_tokens * there)
         return DecodeLoad(
@@ -180,7 +180,7 @@ class DecodeBatch:
         )
 
     def _settle(self) -> None:
-        """Update the forecast with the confirmed share of the joined requests, and the rest."""
+        """Update the forecast: the share of joined requests still there, and the unattributed."""
         assert self.forecast is not None
         confirmed, fresh = self._tallies["confirmed"].sequences, self._tallies["fresh"].sequences
         there = min(confirmed, self._reported.sequences) + fresh

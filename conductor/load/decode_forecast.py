@@ -17,18 +17,18 @@ Requests that a report counts beyond the reservations leave by the residual curv
 request decodes from the end of its prefill, beside the requests that join later. The *peak* of the
 curve from that moment on is therefore compared with the limits.
 
-A curve is one row of a table. Rows of requests are added to it and subtracted from it. A report
-recomputes it, with current ages and without accumulated rounding errors. This happens once a
-second, outside the critical path of a request. A decision interpolates one table for all workers at
-once.
+A curve is one row of a table. Rows of requests are added to it and subtracted from it. Each report
+recomputes it, with current ages and without accumulated rounding errors, outside the critical path
+of a request. A decision interpolates one table for all workers at once.
 
 **Expected arrivals** have not arrived yet, but will join the decode workers before this request. At
 the recent rate, the requests that arrive after now and join before t are, per decode worker,
 
     expected(t) = expected_arrivals_share x rate x (t - now - d (1 - exp(-(t - now) / d)))
 
-where d is the mean time from routing to the end of prefill. Each counts as the mean of recent
-requests. Rate and means decay with `demand_half_life_s` (forward_decay.py).
+where the rate is that of all admitted requests / decode workers, and d is the mean time from
+routing to the end of prefill. Each counts as the mean of recent requests. Rate and means decay with
+`demand_half_life_s` (forward_decay.py).
 
 docs/reference/conductor.md ("Decoding at a later moment") gives the limits of both predictions. Not
 here: reservations and their reconciliation with reports (decode_batch.py).
@@ -201,8 +201,8 @@ class DecodeForecast:
             self._most -= (1.0, context_tokens + tokens_max, pages)
 
     def settle(self, share: float, unattributed: tuple[float, float, float]) -> None:
-        """Recompute the peaks. `share`: share of the joined requests that the report confirmed.
-        `unattributed`: their sequences, context tokens and pages."""
+        """Recompute the peaks. `share`: share of the joined requests that are still in the batch.
+        `unattributed`: sequences, context tokens and pages of the unattributed requests."""
         if self._table.compiled is not None:
             peaks_address = self._table.begin(self.row, self._base_s)
             self._table.compiled.settle(
@@ -218,7 +218,7 @@ class DecodeForecast:
         self._table.put(self.row, self._base_s, peak)
 
     def renew(self, now_s: float, step_s: float) -> None:
-        """Restart the grid at `now_s`, with current ages and the measured step time."""
+        """Restart the grid at `now_s`, with current ages and this step time (0: unchanged)."""
         self._base_s = now_s
         if step_s > 0:
             self._step_s = step_s
@@ -281,7 +281,7 @@ class DecodeForecast:
         is_joined = self._requests.is_joined[rows][:, None]
         began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late prefills
         tokens = (self._base_s + GRID_S - began_s) / self._step_s
-        # A request past its expected end is assumed to be at its last token.
+        # A request that should have reached max_tokens is assumed to be at its last token.
         had = np.clip((now_s - began_s) / self._step_s, 0.0, np.maximum(tokens_max - 1, 0.0))
         later = np.maximum(tokens, had)
         alive = np.minimum(_height(curves, kind, later) / _height(curves, kind, had), 1.0)

@@ -2,8 +2,8 @@
 
 All columns describe the *reserved* load (decode_batch.py): all requests that decode there or are on
 their way. The reserved load ranks the workers. A ranking by the current load would send a whole
-burst to one worker. A worker with room for the reserved load also has room for the load of `early`
-and `predictive`, which is lower. Only the other workers are checked one by one (routing.py).
+burst to one worker. A worker with room for the reserved load counts as having room under every
+policy but `predictive_lengths`. Only the other workers are checked one by one (routing.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DecodePool(Pool):
         estimates = [worker.decode_estimate.coefficients for worker in self.workers]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
         self._sequences, self._context_tokens = self._zeros(), self._zeros()
-        # Step time with a prompt: its tokens x the first + the second.
+        # A step with one more prompt takes prompt tokens x _per_token_s + _step_s.
         self._per_token_s, self._step_s = self._zeros(), self._zeros()
         self._pages_free = self._zeros()  # -1 without a free slot: too few for any request
         self.rank = self._zeros()  # among equals: fewest requests first, then the longest idle

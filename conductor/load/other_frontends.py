@@ -1,8 +1,8 @@
 """Reservations of the requests that other frontends routed, from their notes.
 
 A request routed elsewhere is an in-flight request (cluster.py). Its predicted load is reserved at
-its prefill worker, decode worker and sender, and reconciled with worker reports as usual. Its start
-and its end differ:
+its prefill worker, decode worker and sender, and reconciled with worker reports as usual. Two
+things differ:
 
 - Its note arrives late. A worker report may have counted it already, as *unattributed*. That much
   unattributed work is then removed, so that the request does not count twice.

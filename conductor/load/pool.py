@@ -2,15 +2,14 @@
 
 A decision compares all workers. A Python object costs microseconds per worker, and an array
 operation costs about one microsecond for all workers. The values that decisions read are therefore
-kept as arrays beside the objects (worker.py). `refresh` copies the values of one worker after each
-change, and nothing else writes them. A value that changes with time is stored as the moment at
-which it ends, so a row is valid until its worker changes. `check` compares every row with its
-object.
+kept as arrays beside the objects (worker.py). Only a pool writes its arrays, after each change of a
+worker. A value that changes with time is stored as the moment at which it ends, so a row is valid
+until its worker changes. `check` compares every row with its object.
 
 Two columns are cached, because computing them would cost as much as the decision:
 
-    takers   the workers that take requests; recomputed when a report, a failure or time changes it
-    ratio    speed ratios decay; recomputed with every tick, and for a worker that was measured
+    takers   the workers that take requests; recomputed when a worker's state or time changes it
+    ratio    speed ratios, which decay; recomputed with every tick, and for a measured worker
 """
 
 from __future__ import annotations
@@ -145,7 +144,7 @@ class Pool:
         raise NotImplementedError
 
     def reported(self, worker: WorkerState) -> None:
-        """The worker reported, or a call to it failed."""
+        """The worker's reports, failures, draining or reachability changed."""
         if worker.row >= 0:
             self._copy_report(worker)
             self.refresh(worker)

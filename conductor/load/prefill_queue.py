@@ -17,14 +17,14 @@ twice and no value falls below zero:
 
 The *head* is the reservation that is being computed. With `preempts`, a smaller order key overtakes
 the head between two chunks, and the head keeps its computed chunks. Without it, the worker finishes
-a prompt that has begun. Between reports only the head shrinks with time, and not below zero. A
-request that takes longer than predicted thus does not shorten the work behind it.
+a prompt that has begun. Between reports only unattributed work and then the head shrink with time,
+not below zero. A request that takes longer than predicted thus does not shorten the work behind it.
 
 The work of a pipeline group is that of its slowest stage. The next prompt begins while the last
 chunk of a prompt passes the later stages (estimates/pipeline.py).
 
 Requests that arrive later and overtake this one are not predicted, since their number is unknown.
-They delay it by at most queue_wait_s_max.
+Only requests that arrive within queue_wait_s_max can overtake it.
 
 A finished or cancelled request removes its whole reservation. When all requests have finished, only
 unattributed work is left, which decreases with time.
@@ -54,7 +54,7 @@ class PrefillQueue:
     """Unattributed work, then the head, then the other reservations in the order of their keys."""
 
     def __init__(self, estimate: PipelineEstimate, now_s: float, preempts: bool = False) -> None:
-        # Of the current pipeline group. Existing reservations keep the seconds of an earlier one.
+        # Changes with the pipeline group. Reservations keep their seconds until the next report.
         self.estimate = estimate
         self._preempts = preempts
         self._reservations: dict[str, PrefillReservation] = {}

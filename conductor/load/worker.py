@@ -2,16 +2,16 @@
 
 **Warm-up (slow start).** A worker that joins a running cluster receives its share gradually. A new
 worker is idle, so the predictions alone would send it every request until its queue is as long as
-the others. But its coefficients were measured alone, its caches are cold and its links are
-unmeasured. If it is slow, a whole queue of requests would be delayed. For `slow_start_s` after it
-joined, its predicted work therefore counts longer, by a factor that falls to 1:
+the others. But its coefficients were measured without load, and its caches are cold. If it is slow,
+a whole queue of requests would be delayed. For `slow_start_s` after it joined, its predicted work
+therefore counts as longer, by a factor that falls to 1:
 
     warm_up = 1 - age / slow_start_s                       1 when it joins, 0 from slow_start_s on
     cost    = cost + warm_up x SLOWER x (wait + prefill)   only to choose a worker
 
 Shown predictions and admission do not include the warm-up. Copies of hot prefixes to its node have
-`1 - warm_up` of the budget of other nodes (hotspots.py). When a whole cluster starts, no worker is
-in warm-up, because no other worker could take its share.
+`1 - warm_up` of the budget of other nodes (hotspots.py). A worker is in warm-up only if another one
+of its role, which can take its share, joined at least `slow_start_s` earlier.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class WorkerState:
         self.row = -1  # row in the pool of its role; -1: not in a pool
 
     def leave_group(self) -> None:
-        """Reset to a worker outside any pipeline group."""
+        """Reset to a worker outside any pipeline group, but keep the estimate."""
         self.stages, self.leader, self.broken = (self,), self, ""
 
     def lead_group(

@@ -2,10 +2,9 @@
 
 Routing also spreads hot prefixes, because a fetch leaves a copy. But it fetches only once the
 workers near the only copy are too busy. This policy acts earlier. Each tick it compares the hottest
-blocks with their copies, and suggests one more copy where hits per copy exceed a limit. The shell
-copies when it is idle, and a suggestion that was not carried out is repeated after replicate_s_max.
-This module never moves or removes copies, so no suggestion can cost the last copy. The store evicts
-cold copies.
+blocks with their copies, and suggests one more copy where hits per copy reach a limit. The shell
+makes one copy after the other. A suggestion that was not carried out is repeated after
+replicate_s_max. This module never moves or removes copies. The store evicts cold copies.
 
 **Counting.** A hit is a block that a routed request found at some node. Hits decay with a half-life
 (forward_decay.py), so each count is one number. Requests are noted in a list and counted on the
@@ -70,7 +69,7 @@ class Hotspots:
         # Ends of recent prefixes, which include all hot ones. Used as an ordered set.
         self._latest: dict[bytes, None] = {}
         self._wanted_s: dict[bytes, float] = {}  # since when each leaf wants a copy
-        self._joined_s: dict[str, float] = {}  # when each target was first seen beside others
+        self._joined_s: dict[str, float] = {}  # when each target joined; -inf: no warm-up
 
     def __len__(self) -> int:
         return len(self._heats)

@@ -13,8 +13,8 @@ Slots and pages bound the largest batch too. The present load has the true lengt
 requested load reacts earlier, before the prompts in a prefill queue reach decode. Rates decay with
 a half-life and start at zero, so a few prompts after a start are no load.
 
-Requests that this frontend rejected count, because another worker would serve them. Rejections of
-other frontends are unknown.
+Requests that this frontend rejected for load count, because one more worker would serve them.
+Rejections of other frontends are unknown.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RoleDemand:
         return amount / self._decay.weight(now_s) / (HALF_LIFE_S / math.log(2.0))
 
     def _token_s(self, worker: WorkerState, prompt_tokens: int) -> float:
-        """Time of a worker for one token of such an answer, in its largest batch."""
+        """Seconds of a worker for one token, in its largest batch of prompts of this length."""
         batch = self._largest_batch(worker, prompt_tokens)
         return worker.decode_estimate.step_s(batch, batch * prompt_tokens) / batch
 

@@ -18,7 +18,7 @@ A flip never takes
 
 - the last worker of a role, or the last that can hold the longest requests of its role,
 - more than one in DRAINING_SHARE of a pool at a time,
-- a worker in warm-up (worker.py),
+- a worker in warm-up (worker.py) or of a pipeline group,
 - any worker while one drains that this controller did not order, because an operator or another
   frontend has started a change.
 

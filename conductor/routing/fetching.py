@@ -19,7 +19,7 @@ prompt. There are two rules:
                 prefill, fetching also overlaps with the computation of all layers after the
                 first. A shorter run at an idle node can beat the longest run at a busy node.
                 A part of a run cannot beat the whole run: each further block costs the same to
-                fetch and more to compute.
+                fetch and saves more computation.
 
 The second rule is Eq. 2 of the paper plus the queues, the latency, the sender and later requests.
 Fetched blocks are kept. At a node with full memory, they evict as many other blocks, and some
@@ -28,8 +28,8 @@ that the fetch saves.
 
 At most SOURCES_MAX holders are compared. Of equal runs, only the holder that can send first is
 compared. A shorter run is compared only if its holder can send before all holders of longer runs.
-If workers measured different link rates, the first sender may not be the fastest. All runs are then
-compared, up to the same limit.
+With different link rates, or blocks on SSDs, the first sender may not be the fastest. All runs are
+then compared, up to the same limit.
 """
 
 from __future__ import annotations

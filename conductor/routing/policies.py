@@ -6,7 +6,7 @@ worker to choose among workers of equal cost.
 
     random           none: a hash of the request id names the worker
     load_balance     all predicted work of the worker
-    cache_aware      wait + prefill                        with the blocks cached on its own node
+    cache_aware      wait + restore + prefill              with the blocks cached on its own node
     kvcache_centric  wait + transfer + prefill             Algorithm 1 of the Mooncake paper
     adaptive         wait + transfer + prefill + delay + eviction cost     this project's policy
 

@@ -14,8 +14,8 @@ pairs (p, d) of prefill and decode workers with room, minimise
 
     J(p, d) = cost(p) + handover(p, d) + n x tbt(d)
 
-- cost(p) is the policy's cost before the hand-over: ttft for `kvcache_centric`, and ttft + delay +
-  eviction cost for `adaptive`.
+- cost(p) is the policy's cost without the hand-over: wait + transfer + prefill for
+  `kvcache_centric`, and delay + eviction cost in addition for `adaptive`.
 - tbt(d) is the step time of d once all requests routed to d have arrived.
 - n is the expected number of output tokens: max_tokens, at most output_tokens_expected.
 
@@ -155,7 +155,7 @@ class Options:
     def _read(
         self, compiled: CompiledDecision, held: Holdings, sources: Sequence[FetchSource]
     ) -> None:
-        """Compute the terms with compiled code, and the best pair if the loads are the reserved."""
+        """Compute the terms with compiled code, and the best pair if the reserved loads decide."""
         is_usual = self._config.policy != "random"
         if not is_usual or self._cluster.warming_up("prefill", self._now_s):
             is_usual, self._compiled = False, None
@@ -219,8 +219,8 @@ class Options:
         # each other.
         self._at_s = self._now_s + float(self._terms.start_s[self._is_prefill].min())
         # A predicted load is mostly lower than the reserved load, so a worker with room for the
-        # reserved load needs no prediction. If the predicted load can be higher, `best` checks the
-        # chosen worker afterwards.
+        # reserved load counts as having room. With `_may_be_more`, `best` checks the chosen worker
+        # afterwards.
         rows = (self._is_decode & ~has_room).nonzero()[0].tolist()
         for row, load in zip(rows, self._loads_of(rows), strict=True):
             has_room[row] = _fits(pool.workers[row], load, tokens)
@@ -254,7 +254,7 @@ class Options:
 
     @property
     def _may_be_more(self) -> bool:
-        """Whether the predicted load of a batch may be higher than its reserved load."""
+        """Whether a worker with room for its reserved load is checked by its predicted load too."""
         return self._config.admission == "predictive_lengths"
 
     def _leave_those_with_room(self, chosen: DecodeOption) -> bool:

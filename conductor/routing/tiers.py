@@ -6,7 +6,8 @@ of memory has its own index here. DRAM evicts blocks from the end of a prefix. A
 holds the end of a run whose start is in DRAM, and its run is looked up where the DRAM run ends. A
 prefix that alternates between DRAM and SSD more than once is undercounted.
 
-A node counts as *full* from its first eviction on: each new block there evicts another one.
+A node counts as *full* from its first removed block on, until it goes down or a snapshot arrives.
+Each new block at a full node is assumed to evict another one.
 """
 
 from __future__ import annotations
