@@ -136,7 +136,7 @@ class TrtllmConfig:
     def problems(self) -> list[str]:
         found = []
         devices = self.gpus.split(",") if self.gpus else []
-        if not all(device.strip().isdigit() for device in devices):
+        if not all(device.strip().isdecimal() for device in devices):
             found.append(f"gpus is {self.gpus!r}; use CUDA device numbers, 0 or 0,1 say")
         if self.tp_size < 1:
             found.append(f"tp_size is {self.tp_size}; use 1, or the number of GPUs")

@@ -63,6 +63,6 @@ def _remove_dead(prefix: str) -> None:
     """Pools of processes that were killed."""
     for path in SHM.glob(f"{prefix}*"):
         owner = path.name.removeprefix(prefix).split("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
             with contextlib.suppress(OSError):
                 path.unlink()

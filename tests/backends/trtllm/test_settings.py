@@ -58,6 +58,11 @@ def test_all_mistakes_are_said_at_once() -> None:
         assert word in said, said
 
 
+@pytest.mark.parametrize("gpus", ["\N{SUPERSCRIPT TWO}", "0,", "a"])
+def test_gpus_that_are_no_numbers_are_rejected(gpus: str) -> None:
+    assert f"gpus is {gpus!r}; use CUDA device numbers" in refusal(gpus=gpus)
+
+
 def test_kv_dtype_is_said_in_one_place() -> None:
     assert "kv_dtype is 'int8'; use auto or fp8" in refusal(kv_dtype="int8")
     found = option_problems({"kv_cache_config": {"dtype": "fp8"}}, True)

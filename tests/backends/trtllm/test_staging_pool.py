@@ -38,6 +38,13 @@ def test_the_pool_of_a_killed_life_is_removed_by_the_next(shm: Path) -> None:
     assert pool.path.exists()
 
 
+def test_a_file_whose_name_ends_in_no_process_id_is_kept(shm: Path) -> None:
+    foreign = shm / "mooncake-1-x-pool-decode_0-\N{SUPERSCRIPT TWO}"
+    foreign.touch()
+    assert StagingPool("mooncake-1-x", "decode_0", 1, 4096).path.exists()
+    assert foreign.exists()
+
+
 def test_a_reload_has_a_pool_of_its_own_beside_the_old_one() -> None:
     first = StagingPool("mooncake-1-x", "decode_0", 1, 4096)
     second = StagingPool("mooncake-1-x", "decode_0", 1, 4096)
