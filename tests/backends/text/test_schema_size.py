@@ -195,6 +195,9 @@ def test_combinations_of_alternatives_are_counted_and_too_many_are_refused() -> 
     assert schema_nodes({"allOf": [met(4), met(4)]}) >= 4**6
     plain = {"anyOf": [{"properties": names(10)} for _ in range(50)]}
     assert schema_nodes(plain) <= 700, "alternatives that meet nothing are no combinations"
+    both = {"items": {"anyOf": [{"properties": names(1)} for _ in range(20)]}}
+    both["additionalProperties"] = {"type": "string"}
+    assert schema_nodes({"allOf": [both] * 3}) >= 20**3, "items and properties are other values"
     loop = {"$defs": {"d": {"allOf": [{"$ref": "#/$defs/d"}, {"type": "integer"}]}}}
     assert schema_nodes({**loop, "$ref": "#/$defs/d"}) < 20
     shared = {
