@@ -1,12 +1,12 @@
 """`mooncake serve`: starts what one host runs, in order, and stops it in reverse order.
 
-The order of starts is the etcd member, the directory, the storage nodes, then the Tritons: one
-Triton for the models that clients call and one for each worker folder. A plan (launch_plan.py)
-names these parts; a single machine has all of them except etcd. The host is ready when every model
-is ready.
+The order of starts is the etcd member, the directory, the storage nodes, the Tritons, the gateways
+and the metrics server. One Triton serves the models that clients call, and one each worker folder.
+A plan (launch_plan.py) names the parts of a host. The host is ready when every model is ready.
 
-The launcher ends on Ctrl-C or SIGTERM, when a child keeps dying, and when a model fails to load at
-the start. It then ends its processes and removes its sockets and its files in /dev/shm.
+The launcher ends on SIGINT, SIGTERM or SIGHUP, and when the etcd member, the directory, a storage
+node or the frontend's Triton keeps dying. The start also ends after ready_s_max and, on a single
+machine, when a model fails to load. The launcher then ends its processes and removes its files.
 
 The hosts of a deployment start in any order. Each host waits, and logs that it waits, until etcd
 has a quorum and a directory leads. No host waits for the models of another host.
@@ -89,7 +89,7 @@ class Launcher:
     def __init__(
         self, options: ServeOptions | HostOptions, report: Callable[[str], None] = lambda line: None
     ) -> None:
-        """`report` receives one line for each thing that a deployment's host waits for."""
+        """`report` receives the events of the start of a deployment's host, one line for each."""
         self.options = options
         self._report = report
         self._files = LaunchFiles()
@@ -151,7 +151,7 @@ class Launcher:
         self._renewal = CertificateRenewal(self._keys, turn)
         end_orphans(remove_leftovers())
         self._check(triton)
-        environment.make_writable(self.log_dir, "--state-dir")
+        environment.make_writable(self.log_dir, self._setting("--state-dir", "state_dir"))
         self._admin_key.write()
         self._env = env = self._environment(triton)
         checked = ["--self-check"] if options.is_self_checked else []
@@ -183,8 +183,8 @@ class Launcher:
             )
         except OSError as error:
             raise environment.EnvironmentProblem(
-                f"metrics port {plan.metrics} cannot be used "
-                f"({error.strerror}); choose another with --metrics-port"
+                f"metrics port {plan.metrics} cannot be used ({error.strerror}); choose another "
+                f"with {self._setting('--metrics-port', 'metrics_port')}"
             ) from None
         self._gateways.wait_ready()
 
@@ -207,8 +207,8 @@ class Launcher:
     def _wait_for_directory(self) -> DeploymentState:
         """Wait until a directory answers; with etcd, until an elected one does.
 
-        The other hosts may start much later. So by default the wait has no limit (`ready_s_max`).
-        It ends with an error when a child process dies.
+        By default the wait has no limit (`ready_s_max`), because the other hosts may start much
+        later. Raises EnvironmentProblem after the limit, and ChildDied if a child process dies.
         """
         give_up_s = time.monotonic() + self.options.ready_s_max
         reported, reported_s = "", 0.0
@@ -256,7 +256,8 @@ class Launcher:
         return launch_plan.command_of_node(self.plan, node, segment, self.state_dir)
 
     def wait_ready(self) -> list[ModelState]:
-        """Wait until every model is ready. Raises with the models' own messages if one fails."""
+        """Wait until every model is ready. Raises EnvironmentProblem after `ready_s_max` and, on a
+        single machine, with the models' own messages if some do not load."""
         if self.plan.deployment:
             return self._wait_ready_among_others()
         give_up_s = time.monotonic() + self.options.ready_s_max
@@ -276,9 +277,9 @@ class Launcher:
                 }
             if refusals:  # the start failed, so the conductor must not wait for workers any longer
                 self._files.mark_stopping()
-            # A Triton answers only after it tried each of its models once. Then all refusals are
-            # here.
-            if refusals and all(answer is not None for _, answer in answers):
+            # A Triton answers only after it tried each of its models once.
+            is_complete = all(answer is not None for _, answer in answers)
+            if refusals and (is_complete or time.monotonic() > give_up_s):
                 raise environment.EnvironmentProblem(
                     "these models did not load:\n" + "\n".join(refusals)
                 )
@@ -310,12 +311,13 @@ class Launcher:
             waiting = self._check_time(give_up_s, states)
             if time.monotonic() - reported_s > REPORT_AGAIN_S:
                 reported_s = time.monotonic()
-                hint = " (it waits for workers of any host)" if "conductor" in waiting else ""
+                hint = " (the conductor waits for workers)" if "conductor" in waiting else ""
                 self._report(f"still loads: {waiting}{hint}")
             time.sleep(0.1)
 
     def _check_time(self, give_up_s: float, states: list[ModelState]) -> str:
-        """The models that are not ready, by name; raises EnvironmentProblem after `give_up_s`."""
+        """The names of the models that are not ready; "Triton" if there are none. Raises
+        EnvironmentProblem after `give_up_s`."""
         waiting = ", ".join(each.name for each in states if not each.is_ready) or "Triton"
         if time.monotonic() > give_up_s:
             raise environment.EnvironmentProblem(
@@ -344,8 +346,8 @@ class Launcher:
         return [*restarts, *(self._gateways.supervise() if self._gateways else ())]
 
     def _supervise_folders(self, alive: dict[Triton, set[str]]) -> None:
-        """Start Tritons for new worker folders, and drain those of removed folders. A worker with
-        outdated certificates is drained as well, and added again in a later call."""
+        """Add a Triton for each new worker folder, and drain the Tritons of removed folders. A
+        worker with outdated certificates is drained as well, and added again in a later call."""
         self._worker_names = self._worker_folders.names()
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
         gone = self.workers.keys() - self._worker_names
@@ -407,9 +409,10 @@ class Launcher:
         """End all processes and remove their files, in this order:
 
         1. the gateways and the frontend's Triton, so that no client request reaches a worker;
-        2. the workers' Tritons, after other hosts' requests were moved away from them, because a
-           Triton whose requests take too long is killed;
-        3. storage nodes, directory and etcd member, each before the process that it leaves.
+        2. the workers' Tritons. Requests of other hosts are first moved to other workers, because
+           a Triton whose requests take too long is killed;
+        3. storage nodes, directory and etcd member: on a deployment's host one after the other,
+           because each deregisters at the next; on a single machine all at once.
         """
         give_up_s = time.monotonic() + STOP_S_MAX
         self._files.mark_stopping()
@@ -462,7 +465,7 @@ class Launcher:
         return bool(self._env.get(api_keys.VARIABLE))
 
     def _secret(self) -> str:
-        """The launch's secret: new on a single machine, shared by the hosts of a deployment."""
+        """The launch's secret: on a single machine new at each call; else the deployment's."""
         if not self.plan.deployment:
             return launch_secret.make_secret()
         if self._keys is not None:
@@ -472,6 +475,10 @@ class Launcher:
     def _serves_models(self) -> bool:
         """False on a host with only storage nodes, a directory or an etcd member."""
         return bool(self.plan.frontend or self._worker_names)
+
+    def _setting(self, option: str, key: str) -> str:
+        """The name of a setting for error messages: an option, or a key of the cluster file."""
+        return f"{key} in the cluster file" if self.plan.deployment else option
 
     def _child(self, name: str, command: list[str], env: dict[str, str]) -> ChildProcess:
         return self._with_log(name, lambda: Command(command, env))
@@ -532,7 +539,7 @@ class Launcher:
         return env
 
     def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:
-        """The command of a Triton's next incarnation; removes the shared memory of the previous."""
+        """The command of a Triton's next process; removes the shared memory of the previous one."""
         part = f"triton{triton.number}-"  # a number, because one name can be the prefix of another
         self._files.remove_part(part)
         prefix = f"{self.name}-{part}"

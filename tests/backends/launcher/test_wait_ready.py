@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,3 +68,28 @@ def test_a_refused_model_ends_the_start_when_all_tritons_have_answered(
     with pytest.raises(EnvironmentProblem, match="decode_0: slots is 0"):
         launcher.wait_ready()
     assert triton.asked == 2, "not before it answered"
+
+
+def test_refused_models_are_named_when_another_triton_does_not_answer_in_time(
+    launcher: launch.Launcher,
+) -> None:
+    launcher.frontend = FakeTriton(None, refusal="slots is 0")  # type: ignore[assignment]
+    with pytest.raises(EnvironmentProblem, match="decode_0: slots is 0"):
+        launcher.wait_ready()
+
+
+def test_an_error_on_a_deployment_s_host_names_a_key_of_the_cluster_file(
+    launcher: launch.Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    launcher.log_dir = tmp_path / "file" / "logs"
+    monkeypatch.setattr(launch.environment, "find_triton", lambda: None)
+    monkeypatch.setattr(launch, "remove_leftovers", list)
+    monkeypatch.setattr(launch, "end_orphans", lambda _: None)
+    monkeypatch.setattr(launcher, "_check", lambda _: None)
+    single = launcher.plan
+    for deployment, named in (("", "with --state-dir"), ("d", "state_dir in the cluster file")):
+        launcher.plan = replace(single, deployment=deployment)
+        with pytest.raises(EnvironmentProblem, match=named):
+            launcher.start()
+    launcher.plan = single
