@@ -5,6 +5,8 @@ GET  /v1/models, /v1/models/NAME                the served model
 POST /tokenize                                  number and ids of a prompt's tokens
 GET  /health, /ready, /metrics                  liveness, readiness, Prometheus metrics
 GET  /, /status                                 the status page, and its contents as JSON
+GET  /openapi.json                              the description of these routes
+POST each of UNSUPPORTED_PATHS                  status 400 with a recommendation
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from backends.tracing.export import Tracing
 from backends.tracing.trace_context import TRACEPARENT
 
 PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
-# Paths of OpenAI's interface that clients may call -> what the error message recommends.
+# Paths of OpenAI's interface that are not supported -> the end of the error message.
 UNSUPPORTED_PATHS = {
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "it serves models that generate text",
@@ -57,9 +59,9 @@ UNSUPPORTED_PATHS = {
     "/v1/images/edits": "it serves models that generate text",
     "/v1/images/variations": "it serves models that generate text",
 }
-LONG_BODY_BYTES = 256 * 1024  # parsing a body of this size takes 30 ms
-LEFT = 499  # the status that other servers use for a client that disconnected
-# Field of /v1/models -> the conductor's name for it.
+LONG_BODY_BYTES = 256 * 1024  # bytes; longer bodies are parsed in another thread
+LEFT = 499  # status for a client that disconnected; not a standard one
+# Field of /v1/models that vLLM or load generators know -> the conductor's name for it.
 FACTS = {
     "max_model_len": "context_tokens_max",
     "block_tokens": "block_tokens",
@@ -95,7 +97,7 @@ class Gateway:
         self._tokenizing = Tokenizing()
         self._has_keys = keys is not None
         self.own_readers: set[object] = set()  # open connections to this process' own metrics page
-        self._live = LiveStatus(options.metrics_url, self._describe)
+        self._live = LiveStatus(options.metrics_url, self._cluster)
         self._started_s = int(time.time())
         routes = self._routes()
         paths = frozenset(route.path for route in routes.routes if "{" not in route.path)
@@ -183,8 +185,8 @@ class Gateway:
         return generate
 
     async def _served(self, name: str) -> ServedModel:
-        """The served model of this name; "" stands for any model. The first request may arrive
-        before the first probe of the frontend, so the call then probes."""
+        """The served model of this name; "" stands for any model. Probes the frontend if no probe
+        has succeeded yet. Raises HttpRefusal: 503 without a frontend, 404 for another name."""
         if self.calls.served is None:
             await self.calls.probe(waits=True)
         if (served := self.calls.served) is None:
@@ -204,14 +206,13 @@ class Gateway:
         return _json({"count": len(token_ids), "tokens": token_ids})
 
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [await self._described("")]})
+        return _json({"object": "list", "data": [await self._facts("")]})
 
     async def model(self, name: str) -> Response:
-        return _json(await self._described(name))
+        return _json(await self._facts(name))
 
-    async def _described(self, name: str) -> dict[str, object]:
-        """A model with its context length in vLLM's format, and the facts that load generators
-        need."""
+    async def _facts(self, name: str) -> dict[str, object]:
+        """A model in OpenAI's format, and FACTS unless the frontend does not answer."""
         served = await self._served(name)
         facts = await self.calls.describe_model()
         found: dict[str, object] = {
@@ -229,14 +230,14 @@ class Gateway:
         return _json({"status": "alive"})
 
     async def ready(self) -> Response:
-        """The result of the last probe of the conductor; this call does not probe."""
+        """The result of the last probe of the frontend; 503 also while this process drains."""
         if self.doors.is_draining:
             return _json({"status": "draining"}, 503)
         is_ready = self.calls.is_ready
         return _json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
 
     async def page(self) -> Response:
-        """The status page without data. The page reads /status, which requires an API key."""
+        """The status page without data. It reads /status, which may require an API key."""
         return page()
 
     async def status(self, request: Request) -> Response:
@@ -244,13 +245,13 @@ class Gateway:
         served = self.calls.served
         return _json({"model": served.name if served else "", **shown})
 
-    async def _describe(self) -> bytes:
+    async def _cluster(self) -> bytes:
         parameters = tenant_parameters(GATEWAY) if self._has_keys else {}
         return await self.calls.describe(CLUSTER, parameters)
 
     async def metrics(self, request: Request) -> Response:
-        """The launcher's page with all gateways and Tritons; without a launcher, this process'
-        page. With API keys, the series of other tenants are removed."""
+        """The launcher's page with all gateways and Tritons, without the series of other tenants
+        if there are API keys. Without a launcher: this process' page. 503 if the launcher fails."""
         if not self.options.metrics:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:
@@ -269,7 +270,7 @@ class Gateway:
     async def _refused(
         self, request: Request, refusal: Exception, more: Mapping[str, str] | None = None
     ) -> Response:
-        """`more`: headers in addition to those of its status."""
+        """`more`: headers in addition to those of the refusal's status."""
         assert isinstance(refusal, HttpRefusal)
         self.counts.refusals[refusal.code] += 1
         return refusal_response(refusal, more)
@@ -295,10 +296,9 @@ class Gateway:
 
 
 async def read_body(request: Request, read: Callable[[object], T]) -> T:
-    """`read` applied to the request's JSON body.
+    """`read` applied to the request's JSON body. Raises HttpRefusal, or ClientDisconnect.
 
-    The caller must not keep the body, because an answer may take minutes. A long body is parsed in
-    another thread, because parsing would stall all streams of the event loop.
+    A long body is parsed in another thread, because parsing would stall the event loop's streams.
     """
     body = b"".join([part async for part in request.stream()])
     if len(body) <= LONG_BODY_BYTES:
@@ -314,8 +314,8 @@ def decoded(body: bytes) -> object:
 
 
 def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayRequest:
-    """The request with the tenant of its API key and a proof for the frontend. `tenant` is None
-    without API keys; then the request is returned unchanged."""
+    """The request with the tenant of its API key and a proof for the frontend. Status 403 if the
+    request names another tenant. `tenant` None (no API keys): the request is unchanged."""
     if tenant is None:
         return request
     named = request.parameters.get("tenant", tenant.name)
