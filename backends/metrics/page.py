@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from backends.metrics.table import METRICS, Kind, Metric
 
-VALUES_MAX = 100_000  # minutes of the busiest frontend while the metrics thread hangs
+VALUES_MAX = 100_000  # queued values: the busiest frontend makes as many in some minutes
 
 
 class Observation(NamedTuple):
@@ -70,10 +70,10 @@ class Undeclared(Exception):
 
 @dataclass(slots=True)
 class Published:
-    """A series in Triton, and the value that it got from this process."""
+    """A series in Triton, and what this process published to it."""
 
     series: Series
-    value: float  # of a gauge; of a counter: the amount that this process counted
+    value: float  # of a gauge: NaN before the first; of a counter: the last total (`counter_to`)
     sent_s: float = 0.0  # of a gauge: time at which the value was sent, in s
     round: int = 0  # of a gauge: number of the round in which it was last set
 
@@ -89,14 +89,14 @@ class MetricPage:
         self._make = make
         self._published: dict[tuple[Kind, str, Labels], Published] = {}
         self._round = 0
-        self.has_lost_values = False  # values were dropped; the metrics loop logs that
+        self.has_lost_values = False  # values may have been dropped; the metrics loop resets this
         for metric in METRICS.values():
             if publisher in metric.publishers and metric.kind != "gauge":
                 for labels in metric.series_labels():
                     self._get(metric.kind, metric.name, labels)
 
     def go_on_from(self, before: MetricPage, names: Collection[str]) -> None:
-        """Take over counters of `before`, whose owner keeps counting: the amounts in Triton."""
+        """Take over the last totals of the counters `names`: their owner outlives `before`."""
         for key, counter in before._published.items():
             if key[0] == "counter" and key[1] in names:
                 self._published[key] = replace(counter)
@@ -111,7 +111,7 @@ class MetricPage:
             gauge.value, gauge.sent_s = value, now_s
 
     def counter_to(self, name: str, total: float, **labels: str) -> None:
-        """Raise a counter to `total`, the amount that its owner has counted.
+        """Add what the counter's owner counted since the last call. A lower `total` adds nothing.
 
         Triton keeps a counter when a model is reloaded, while the new process counts from 0.
         """
@@ -122,18 +122,22 @@ class MetricPage:
             counter.value = total
 
     def take(self, observations: Observations) -> None:
-        """Publish each value of a histogram, and the sum of the amounts of each counter."""
+        """Publish each value of a histogram, and the sum of the amounts of each counter. Raises
+        for an invalid value, after publishing the values before it; later values stay queued."""
         self.has_lost_values = self.has_lost_values or observations.is_full
         amounts: dict[tuple[str, Labels], float] = {}
-        for name, value, labels in observations.drain():
-            if _metric(name).kind == "histogram":
-                self._get("histogram", name, labels).series.observe(_finite(name, value))
-            else:
-                key = (name, _sorted(labels))
-                amounts[key] = amounts.get(key, 0.0) + _finite(name, value)
-        for (name, labels_of), amount in amounts.items():
-            if amount > 0:
-                self._get("counter", name, dict(labels_of)).series.increment(amount)
+        try:
+            for name, value, labels in observations.drain():
+                if _metric(name).kind == "histogram":
+                    self._get("histogram", name, labels).series.observe(_finite(name, value))
+                else:
+                    key = (name, _sorted(labels))
+                    self._get("counter", name, labels)  # raises if it is not declared
+                    amounts[key] = amounts.get(key, 0.0) + _finite(name, value)
+        finally:
+            for (name, labels_of), amount in amounts.items():
+                if amount > 0:
+                    self._get("counter", name, dict(labels_of)).series.increment(amount)
 
     def end_round(self) -> None:
         """End a round: gauges that it did not set (a storage node that is gone) become 0."""

@@ -181,3 +181,20 @@ def test_what_outlives_a_page_is_counted_on_and_the_rest_begins_anew() -> None:
     second.counter_to(BYTES, 130, **labels)
     assert triton[STEPS] == 13
     assert triton[BYTES, "read,mapped"] == 130
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"), [("mooncake_made_up", {}), (BYTES, {"direction": "none"})]
+)
+def test_an_undeclared_observation_loses_no_other_value(
+    triton: Triton, name: str, labels: dict[str, str]
+) -> None:
+    page, observations = MetricPage("decode", triton), Observations()
+    observations.observe(STEPS, 2.0)
+    observations.observe(name, 1.0, **labels)
+    observations.observe(STEPS, 3.0)
+    with pytest.raises(Undeclared):
+        page.take(observations)
+    assert triton[STEPS] == 2.0
+    page.take(observations)
+    assert triton[STEPS] == 5.0
