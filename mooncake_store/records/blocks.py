@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Generations are below 2**64 on the wire and in headers. A larger value than this one is damaged:
-# a directory counts from its wall clock (copies.py), which passes this value in the year 2109.
+# Generations are below 2**64 on the wire and in headers. From this value on, they are damaged,
+# because directories count from at most EPOCH_MAX * GENERATIONS_PER_EPOCH (copies.py).
 GENERATION_MAX = 2**62
 GENERATIONS_PER_EPOCH = 2**20
 # Epochs are milliseconds since 1970; this is the year 2074. A later one is damaged, or comes from a
@@ -34,11 +34,11 @@ class Copy(NamedTuple):
     node_id: str
     slot: int
     generation: int
-    checksum: int  # xxh3_64 of the block's bytes
+    checksum: int  # of the block's bytes or layer digests (digests.py); 0: not computed
     size_bytes: int
 
 
-# (block key, its copies) of each block, and whether they are the last blocks
+# (block key, its copies) of each block, and whether this page is the last
 BlockPage = tuple[list[tuple[bytes, tuple[Copy, ...]]], bool]
 
 
@@ -52,9 +52,9 @@ def by_node(blocks: Sequence[Slot | Copy]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The answer to `allocate`: per key a new slot, or None because the key needs none."""
+    """The answer to `allocate`."""
 
-    slots: tuple[Slot | None, ...]
+    slots: tuple[Slot | None, ...]  # per key; None below `covered`: the key needs no slot
     covered: int  # leading keys that are stored, are being written, or got a slot
     # With elected directories: time after the request in which the slot headers must be marked as
     # "writing". Later, the lease must be renewed before the first byte. 0: no limit.
@@ -66,7 +66,7 @@ class Allocation:
 
     @property
     def full(self) -> bool:
-        """Room ran out at key `covered`: this key and all later keys got no slot."""
+        """Whether key `covered` and all later keys got no slot: no room, no quota, or no node."""
         return self.covered < len(self.slots)
 
 
@@ -78,9 +78,9 @@ REFUSED, STORED, THERE = 0, 1, 2
 class ReservedCommit:
     """The answer to `commit_reserved`."""
 
-    verdicts: tuple[int, ...]  # per block; a slot that is not STORED stays reserved
+    verdicts: tuple[int, ...]  # per block; an owner's slot that is not STORED stays reserved
     is_held: bool  # whether this owner had reserved slots; False: all earlier ones are lost
-    most: int  # slots that the owner may have reserved now; it returns any above that
+    most: int  # slots that the owner may have reserved now; the owner returns slots above that
     slots: tuple[tuple[int, int], ...]  # newly reserved slots: (slot, generation)
     epoch: int  # of the directory that granted them
     begin_s: float = 0.0  # as in Allocation; unmarked slots must not be used after this time

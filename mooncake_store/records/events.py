@@ -2,11 +2,11 @@
 
 Events are numbered 1, 2, 3, ... without gaps within an epoch (one incarnation of the directory). A
 replica that applies them in order is a copy of the directory's index. A replica with a gap, or with
-another epoch, takes a snapshot. A replica may undercount for a moment, but never overcounts for
-long.
+another epoch, takes a snapshot. Until the next event or snapshot arrives, a replica may miss a new
+copy or list a removed one.
 
-When a storage node leaves, one BlockRemoved for each of its copies comes first, then NodeDown. A
-listener may use either.
+When a storage node leaves, one BlockRemoved for each of its announced copies comes first, then
+NodeDown. A listener may use either. Ephemeral copies are never announced.
 
 Not here: sending events (mooncake_store/directory/server.py), subscribing (event_feed.py).
 """
@@ -21,14 +21,14 @@ from itertools import islice
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-# Bound of the bytes of frontends' notes in the log. One turn of the server loop can receive 1,024
-# requests of 16 KiB. Subscribers therefore receive all of them before the first is dropped.
+# Bound of the bytes of frontends' notes in the log: 16 KiB for each of the 1,024 ZeroMQ requests of
+# one turn of the server loop. If a turn receives more, subscribers miss events and take a snapshot.
 NOTES_BYTES_KEPT_MAX = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
-    """A block became readable. `copy`: its location; None where it cannot be read remotely."""
+    """A block became readable on a node. `copy`: its location; the directory never sends None."""
 
     key: bytes
     node_id: str
@@ -98,8 +98,8 @@ class Snapshot:
     sequence: int
     nodes: tuple[NodeInfo, ...]
     workers: tuple[WorkerInfo, ...]  # of two incarnations of a worker_id, the older one is first
-    reports: tuple[WorkerReport, ...]  # the latest report of each worker
-    holders: tuple[tuple[bytes, tuple[str, ...]], ...]  # key -> node ids
+    reports: tuple[WorkerReport, ...]  # the latest of each worker that has reported
+    holders: tuple[tuple[bytes, tuple[str, ...]], ...]  # (key, node ids); () if not requested
 
 
 class EventLog:
@@ -136,7 +136,7 @@ class EventLog:
         self._events.extend(events)
 
     def since(self, sequence: int) -> list[Event] | None:
-        """The events after number `sequence`; None when some of them are no longer kept."""
+        """The events after number `sequence`, perhaps []; None if some are no longer kept."""
         assert 0 <= sequence <= self.sequence, f"{sequence} is after {self.sequence}"
         missed = self.sequence - sequence
         kept = len(self._events)

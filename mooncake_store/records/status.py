@@ -17,13 +17,13 @@ class HolderStats:
     block_bytes: int  # block size of that worker; 0 before
     unit_bytes: int
     units: int
-    used_units: int  # units of ready and writing blocks and of reserved slots
+    used_units: int  # units of ready, writing and leased corrupt blocks, and of reserved slots
     quarantined_units: int
     pinned_units: int  # units of hard-pinned blocks
-    used_bytes: int  # bytes of blocks, without rounding up to units
+    used_bytes: int  # bytes of these blocks, not rounded up to units, without reserved slots
     ready_blocks: int
     writing_blocks: int
-    idle_blocks: int  # ready blocks without leases: candidates for eviction
+    idle_blocks: int  # ready blocks without leases or hard pins: candidates for eviction
     evictions: int
     adopted: int  # blocks adopted from before this directory's start
     is_open: bool
@@ -42,8 +42,8 @@ class DirectoryStats:
     blocks: int  # distinct announced keys
     copies: int  # copies of these keys, over all holders
     ephemeral: int  # copies of ephemeral objects
-    used_bytes: int  # bytes of blocks, including writing ones
-    leases: int
+    used_bytes: int  # sum over all holders
+    leases: int  # one per copy and owner
     owners: int
     workers: int
     pins: int  # pinned keys

@@ -15,9 +15,9 @@ HELP = {
     "workers_max": "most live workers at once",
     "owners_max": "most requests that hold leases at once",
     "leases_max": "most leases of all requests together",
-    "hard_pin_fraction_max": "largest share of a holder's memory that may be hard-pinned, 0 to 1",
+    "hard_pin_fraction_max": "largest share of a holder's memory that may be hard-pinned, above 0",
     "eviction": f"policy that orders idle blocks: {' or '.join(POLICIES)}",
-    "spill_fraction": "used share of a segment above which cold blocks are copied to SSD, 0 to 1",
+    "spill_fraction": "used share of a segment from which cold blocks are copied to SSD, above 0",
     "slow_start_s": "seconds in which a new node's share of placed blocks grows to its full value",
     "events_max": "events kept for the stream; a client that misses more takes a snapshot",
 }
@@ -40,7 +40,7 @@ class DirectoryConfig:
     events_max: int = 8_192
 
     def problems(self) -> list[str]:
-        """All mistakes at once, each with its limit."""
+        """All mistakes at once, each with its limit; [] if there are none."""
         found = [
             f"{field.name} is {getattr(self, field.name)}; it must be positive"
             for field in fields(self)

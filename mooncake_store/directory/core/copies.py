@@ -51,7 +51,7 @@ from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, No
 
 # Quarantine of a corrupt copy's slot: a reader may learn late that its lease ended.
 BAD_QUARANTINE_S = 2.0
-LOOK_AGAIN_S = 1e-4  # delay of the next slab search, per idle block; visiting one takes 1e-6 s
+LOOK_AGAIN_S = 1e-4  # pause after a failed slab search, per idle block; visiting one takes 1e-6 s
 _made = tuple.__new__
 SPILLS_LOOKED_AT_MAX = 512  # coldest blocks of one size examined per call of spill
 
@@ -97,7 +97,7 @@ class CopyTable:
         tenant: str = "",
     ) -> HeldCopy | None:
         """`reserve_chain` for one key that counts for `tenant`; None without room. QuotaExceeded
-        when the quota is full and the tenant's own blocks cannot be evicted."""
+        when the quota is full and evicting the tenant's own idle blocks does not suffice."""
         assert key not in holder.writing, f"{key.hex()} is being written already"
         self.make_tenant_room(tenant, size_bytes)
         copies = self.reserve_chain(holder, [key], owner, size_bytes, kind)
@@ -122,9 +122,9 @@ class CopyTable:
         until_s: float,
         tenant: str,
     ) -> list[Slot | None]:
-        """Grant a leased slot for each key that is neither in `there` nor being written. Stops at
-        the first key without room. `first` is the depth of the first key in the owner's chain.
-        QuotaExceeded: the tenant has no room for the first key that needs a slot."""
+        """A leased slot for each key that has no copy in `there` and is not being written; None for
+        the other keys. The result ends before the first key without room. `first`: depth of keys[0]
+        in the owner's chain. QuotaExceeded: the tenant has no room for keys[0]."""
         writing, epoch = holder.writing, self.epoch
         is_limited, made = self.tenants.are_limited, dict[bytes, HeldCopy]()
         if not is_limited:
@@ -238,7 +238,7 @@ class CopyTable:
         return made
 
     def show(self, copies: Sequence[HeldCopy]) -> None:
-        """Index and announce copies that their holders have marked as ready."""
+        """Index copies that are ready, announce those that are not ephemeral, and apply pins."""
         known, events = self.blocks.held.setdefault, []
         for copy in copies:
             if known(copy.key, copy) is not copy:
@@ -252,7 +252,7 @@ class CopyTable:
             copy.holder.mark_pin(copy, self._possible(copy, self.pins.get(copy.key)))
 
     def adopt(self, holder: Holder, block: InventoryBlock) -> bool:
-        """Take over a block from before this directory's start; False when it cannot be kept."""
+        """Take over a block of an inventory. False: this holder has the block, or no such slot."""
         units = holder.pool.units_for(block.size_bytes)
         if self.blocks.on(block.key, holder) is not None or block.key in holder.writing:
             return False
@@ -286,7 +286,7 @@ class CopyTable:
     # ---- room
 
     def _make_room(self, size_class: SizeClass) -> bool:
-        """Free a slot of a size without idle copies: of a soft-pinned copy, or of other sizes."""
+        """Without idle copies of this size: evict a soft-pinned one or other sizes. False: none."""
         holder = size_class.holder
         if soft := size_class.soft.take_coldest(1):
             self.evict(self._on(soft[0], holder))
@@ -297,10 +297,10 @@ class CopyTable:
         """Evict all blocks of adjacent slabs of other sizes, so that a slot of `units` fits there.
 
         Only slabs whose blocks are all idle qualify. The size with the most idle memory comes
-        first, and within a size the coldest block. Nothing is evicted unless the adjacent slabs are
-        large enough. The search visits every idle block, which is acceptable because one size
-        rarely takes memory from another. After a failure the next search waits LOOK_AGAIN_S per
-        idle block, so that a size without room cannot keep the directory busy.
+        first, and within a size the coldest block; soft-pinned blocks come last. Nothing is evicted
+        unless the adjacent slabs are large enough. The search visits every idle block, because one
+        size rarely takes memory from another. After a failure the next search on this holder waits
+        LOOK_AGAIN_S per idle block, so that a size without room cannot keep the directory busy.
         """
         if self.now_s < holder.look_again_s:
             return False
@@ -331,7 +331,7 @@ class CopyTable:
         return copy
 
     def touch(self, copy: HeldCopy) -> None:
-        """Record a use, perhaps without a lease."""
+        """Record a use of an idle copy. The use of a leased copy counts when its leases end."""
         if copy.leases == 0:
             copy.touch()
             self.tenants.used(copy)
@@ -348,7 +348,7 @@ class CopyTable:
     def spill(
         self, dram: Holder, ssd: Holder, owner: str, blocks_max: int, until_s: float
     ) -> list[Spill]:
-        """Reserve SSD slots for cold DRAM blocks, leased to `owner`; stops when the SSD is full.
+        """Reserve SSD slots for cold DRAM blocks, leased to `owner`; stops if the SSD has no room.
 
         The block in DRAM gets no lease, because a lease would make a cold block the most recent
         one. The block may therefore be evicted and overwritten while the node writes it to the SSD.
@@ -387,7 +387,7 @@ class CopyTable:
         if dram.pool.used_units < self.config.spill_fraction * dram.pool.units:
             return []
         found: list[HeldCopy] = []
-        # More blocks than this would evict each other from the SSD and be written repeatedly.
+        # Blocks beyond half of the SSD would evict each other there and be written repeatedly.
         left_units = ssd.pool.units // 2
         for size_class in dram.size_classes.values():
             for key in size_class.idle.keys(SPILLS_LOOKED_AT_MAX):
@@ -407,7 +407,7 @@ class CopyTable:
     # ---- removal
 
     def remove(self, copy: HeldCopy, quarantine_s: float = 0.0, is_evicted: bool = False) -> None:
-        """Free the slot, after a quarantine of `quarantine_s` where a transfer may still use it."""
+        """Remove a copy without leases, in any state. Its slot is free after `quarantine_s`."""
         if copy.state is CopyState.READY:
             self._forget(copy)
         until_s = self.now_s + quarantine_s if quarantine_s else None
@@ -415,8 +415,8 @@ class CopyTable:
         self.tenants.discharge(copy)
 
     def reject(self, copy: HeldCopy) -> None:
-        """A ready copy is corrupt: remove it from the index and from the tenant's quota. Other
-        requests may still use its slot, which is freed after their last lease and a quarantine."""
+        """A ready copy is corrupt: remove it from the index and from the tenant's quota. Its slot
+        is freed at once without a lease, else after the last lease and a quarantine."""
         self.totals.bad_copies += 1
         if not copy.leases:
             self.remove(copy)
@@ -426,7 +426,7 @@ class CopyTable:
         copy.holder.reject(copy)
 
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
-        """Handle copies that lost a lease, deepest first: remove them or make them idle."""
+        """Remove the copies that have no lease any more, or make them idle. Deepest first."""
         writing, bad, ephemeral = CopyState.WRITING, CopyState.BAD, CopyKind.EPHEMERAL
         idle: list[HeldCopy] = []
         for copy in copies:
@@ -456,7 +456,7 @@ class CopyTable:
         self.events.append(NodeDown(holder.info.node_id, holder.info.incarnation))
 
     def of(self, holder: Holder) -> Iterator[HeldCopy]:
-        """The ready copies of this holder, found without a walk through the whole index."""
+        """The ready copies of this holder, found through eviction orders, leases and pins."""
         for key in holder.idle_keys():
             yield self._on(key, holder)
         for copy in self.leases.copies():
@@ -482,14 +482,14 @@ class CopyTable:
     # ---- uses
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Record reads that needed no lookup; the last key was read last."""
+        """Record reads without a lookup, in this order. Unknown keys count as misses."""
         hits = [held for key in keys if (held := self.blocks.held.get(key)) is not None]
         self.totals.lookup_blocks += len(keys)
         self.totals.hit_blocks += len(hits)
         self.touch_all(hits)
 
     def touch_all(self, blocks: Iterable[Held]) -> None:
-        """Record uses without a lease, in this order."""
+        """`touch` every copy of these blocks, in this order."""
         for held in blocks:
             for copy in copies_of(held):
                 self.touch(copy)
@@ -505,7 +505,7 @@ class CopyTable:
         return Pin.SOFT if is_too_much else pin
 
     def set_pin(self, key: bytes, pin: Pin) -> bool:
-        """Pin the copies of `key`; False when some holder has no room for a hard pin."""
+        """Pin the ready copies of `key`, if any. False: a hard pin became soft on some holder."""
         done = True
         for copy in copies_of(self.blocks.held.get(key)):
             possible = self._possible(copy, pin)

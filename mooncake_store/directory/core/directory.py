@@ -11,7 +11,8 @@ Faults are made harmless instead of being prevented:
 2. Late commit: its generation is not current any more. The commit is rejected and changes nothing.
 3. Late reader: it finds another generation or checksum, which is a miss, and reports `drop_copy`.
    The copy is removed from the index, and its slot is freed soon after the last lease on it.
-4. Restarted storage node: a new incarnation has lost its memory, so its copies are removed.
+4. Restarted storage node: the copies of its earlier incarnation are removed. The new one reports
+   what it still has (its SSD) as its inventory.
 5. Restarted directory: it starts empty and adopts the inventories of the nodes (`adopt`). It
    rejects grants of earlier epochs (EpochPassed) and quarantines slots whose writer has begun.
 
@@ -79,7 +80,8 @@ class Directory:
     # A node registers, reports every second, and is removed when it is silent for node_ttl_s.
 
     def register_node(self, info: NodeInfo, now_s: float) -> int:
-        """Register a node; returns the epoch. A new incarnation is empty and replaces the old."""
+        """Register a node; returns the epoch. A new incarnation replaces the old, whose copies are
+        removed. RequestInvalid, StoreFull: this node may not register."""
         self._copies.advance(now_s)
         if self._nodes.alive(info.node_id, info.incarnation, now_s):
             return self.epoch  # repeated registration: the copies stay valid
@@ -98,6 +100,7 @@ class Directory:
         return self._nodes.alive(node_id, incarnation, now_s)
 
     def deregister_node(self, node_id: str, incarnation: str, now_s: float) -> bool:
+        """Remove the node with its copies. False: this incarnation is not registered."""
         self._copies.advance(now_s)
         is_known = self._nodes.alive(node_id, incarnation, now_s)
         if is_known:
@@ -115,7 +118,6 @@ class Directory:
         return self._nodes.attach(node_id, fingerprint, block_bytes)
 
     # ---- blocks
-    # Verbs of requests: slots to write, commits, lookups, and reports of corrupt copies.
 
     def allocate(
         self,
@@ -133,9 +135,9 @@ class Directory:
         `keys` are consecutive blocks of a chain, each of `size_bytes` (0: the size of the worker
         that attached first). Blocks already stored are leased to `owner` too, so that they are not
         evicted for the others. The grant stops at the first key without room, because blocks after
-        a hole in a chain cannot be found. A node that drains or is not open has no room. The blocks
-        count for `tenant`, or else for the tenant of their other copies. QuotaExceeded: the tenant
-        has no room for any key.
+        a hole in a chain cannot be found. A node that drains or is not open grants and leases
+        nothing. The blocks count for `tenant`, or else for the tenant of their other copies.
+        QuotaExceeded: the tenant has no room for keys[0]. NodeNotAttached, StoreFull (leases).
         """
         table = self._copies
         table.advance(now_s)
@@ -219,7 +221,8 @@ class Directory:
     ) -> ReservedCommit:
         """Commit (key, slot, generation, checksum) of blocks in slots that `owner` has reserved.
         The blocks become ready, without a lease. Then up to `slots` more slots of `size_bytes` each
-        are reserved without a key, and the lease of all slots reserved by `owner` is renewed."""
+        are reserved without a key, and the lease of all slots reserved by `owner` is renewed. A
+        node that is unknown or not open refuses all of this."""
         table = self._copies
         table.advance(now_s)
         self._refuse_epoch(epoch)
@@ -266,7 +269,8 @@ class Directory:
         raise RequestInvalid(f"block {blocks[0][0].hex()} on {node_id} {mistakes[0]}")
 
     def abandon(self, slots: Sequence[Slot], owner: str, now_s: float) -> int:
-        """Free slots that will not be committed and have no transfer in flight; how many."""
+        """Free slots that `owner` will not commit and that have no transfer in flight. Returns the
+        number of freed slots; other slots of the list are ignored."""
         self._copies.advance(now_s)
         abandoned = {slot[:3] for slot in slots}
         writing = [
@@ -324,7 +328,7 @@ class Directory:
         self._copies.used(split_keys(keys))
 
     def drop_copy(self, key: bytes, node_id: str, generation: int, now_s: float) -> bool:
-        """Reject a missing or corrupt copy. False when it is not the current copy."""
+        """Reject a missing or corrupt copy. False: this generation is not the current copy."""
         self._copies.advance(now_s)
         holder = self._nodes.get(node_id)
         copy = self._copies.blocks.on(key, holder) if holder else None
@@ -334,8 +338,8 @@ class Directory:
         return True
 
     def remove(self, keys: Sequence[bytes], now_s: float, node_id: str = "") -> list[bool]:
-        """Remove all copies of these keys, or those on `node_id`. False: some copy is leased.
-        Leased copies stay; call again when they are released. Pins do not protect from removal."""
+        """Remove all copies of these keys, or those on `node_id`, pinned or not. False: leased
+        copies stay; call again when they are released. True also for a key without copies."""
         self._copies.advance(now_s)
         gone = []
         for key in keys:
@@ -348,7 +352,6 @@ class Directory:
         return gone
 
     # ---- leases
-    # An owner is one request in one process. Its leases share one deadline and end together.
 
     def renew(self, owner: str, lease_s: float, now_s: float, epoch: int = 0) -> bool:
         """Extend all leases of `owner`. False: it has no leases (any more). EpochPassed when an
@@ -359,17 +362,16 @@ class Directory:
         return leases.renew(owner, leases.deadline_s(now_s, lease_s))
 
     def release(self, owner: str, now_s: float) -> bool:
-        """End all leases of `owner`. Slots that it did not commit are quarantined."""
+        """End all leases of `owner`; its uncommitted slots are quarantined. False: no leases."""
         self._copies.advance(now_s)
         is_known = owner in self._copies.leases
         self._copies.unleased(self._copies.leases.release(owner))
         return is_known
 
     # ---- workers
-    # Workers register and report here, so that all subscribers of the events receive it.
 
     def register_worker(self, info: WorkerInfo, now_s: float) -> None:
-        """FingerprintMismatch when its KV does not match that of the registered workers."""
+        """FingerprintMismatch: its KV does not match that of another live worker."""
         self._copies.advance(now_s)
         self._copies.events.extend(self._workers.register(info, now_s))
 
@@ -391,7 +393,6 @@ class Directory:
         return self._workers.infos
 
     # ---- frontends
-    # Frontends exchange the routes they chose. The directory stores nothing of it.
 
     def note_routed(self, frontend: str, number: int, notes: bytes, now_s: float) -> None:
         """Forward a frontend's notes to all subscribers of the events."""
@@ -399,7 +400,6 @@ class Directory:
         self._copies.events.append(FrontendNoted(frontend, number, notes))
 
     # ---- views
-    # A snapshot and later events for replicas of the index, and statistics for operators.
 
     @property
     def sequence(self) -> int:
@@ -421,7 +421,7 @@ class Directory:
         )
 
     def index_page(self, first: int, blocks_max: int, now_s: float) -> BlockPage:
-        """Announced blocks from number `first` on, and whether they are the last ones."""
+        """See BlockIndex.page."""
         self._copies.advance(now_s)
         return self._copies.blocks.page(first, blocks_max)
 
@@ -460,9 +460,9 @@ class Directory:
         """Adopt an inventory: (key, slot, generation, checksum, size_bytes, state) of each block.
 
         The inventory may take several calls; the last one opens the holder. Returns the number of
-        adopted blocks, which is 0 before the last call. NodeUnknown when another incarnation of the
-        node is registered, EpochPassed when it registered with an earlier directory. Slots of
-        blocks in writing and of ephemeral blocks are quarantined (inventory.py).
+        adopted blocks, which is 0 before the last call. NodeUnknown when this incarnation is not
+        registered, EpochPassed when it registered with an earlier directory. Slots of blocks in
+        writing and of ephemeral blocks are quarantined (inventory.py).
         """
         table = self._copies
         table.advance(now_s)
@@ -506,7 +506,8 @@ class Directory:
         now_s: float,
         epoch: int = 0,
     ) -> list[Spill]:
-        """Blocks in the DRAM of `node_id` to copy to its SSD, with their SSD slots."""
+        """Blocks in the DRAM of `node_id` to copy to its SSD, with SSD slots leased to `owner`. []:
+        nothing to spill, or no room. NodeUnknown: the node or its SSD is not registered."""
         table = self._copies
         table.advance(now_s)
         self._refuse_epoch(epoch)
@@ -539,9 +540,9 @@ class Directory:
         return [self._nodes.placed(key, now_s, without) for key in keys]
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float, now_s: float) -> list[bool]:
-        """Pin these keys: "soft" for ttl_s, "hard" until a later call with "none". False: a hard
-        pin exceeds hard_pin_fraction_max on some holder. The other copies of the key, present and
-        future, are pinned."""
+        """Pin all present and future copies of these keys: "soft" for ttl_s, "hard" until a later
+        call. False: on some holder hard pins exceed hard_pin_fraction_max, and the copy there got a
+        soft pin. RequestInvalid, StoreFull: no key has changed."""
         table = self._copies
         table.advance(now_s)
         pin = table.pins.checked(keys, kind, ttl_s)
@@ -566,10 +567,9 @@ class Directory:
         self._copies.tenants.set_quota(tenant, quota_bytes)
 
     # ---- time
-    # Nothing happens without a call: the owner of the directory calls `tick`.
 
     def tick(self, now_s: float) -> None:
-        """End leases, quarantines, silent nodes and workers that are due; called every 0.1 s."""
+        """End due leases, soft pins and quarantines; remove silent nodes and workers."""
         self._copies.advance(now_s)
         for node_id in self._nodes.silent(now_s):
             self._copies.lose(self._nodes.take(node_id))

@@ -2,8 +2,8 @@
 
 A restarted directory is empty while the nodes still hold their blocks. Each node reports the blocks
 that its slot headers (or the manifest of its SSD) name. The rules:
-1. Overlapping blocks: an evicted block keeps its header until one of its units is overwritten. Of
-   two blocks that overlap, the higher generation was written later, so the lower one is torn. This
+1. Overlapping blocks: an evicted block keeps its header until its first unit is overwritten. Of two
+   blocks that overlap, the higher generation was written later, so the lower one is torn. This
    holds even if a third block has overwritten the later one since.
 2. A slot that was being written is quarantined, because its writer may not have learned that the
    lease is void. The quarantine covers the longest time that this lease can last, and then the
@@ -57,7 +57,7 @@ def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlo
 
 
 def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
-    """The sound blocks without a contradicting later block, in order of their slots."""
+    """The sound `blocks` that no later one overlaps; of a key stored twice, the newest. By slot."""
 
     def end_of(block: InventoryBlock) -> int:
         return block.slot + pool.units_for(block.size_bytes)

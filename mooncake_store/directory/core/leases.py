@@ -4,7 +4,7 @@ An owner is one request in one process ("r17/prefill_0"). All leases of an owner
 A new lease can only move the deadline later, and one release ends all leases. Ending a request
 therefore costs only its own leases, and the deadline heap has one entry per owner.
 
-Each lease records the depth of its block in the owner's chain. The directory returns copies deepest
+Each lease records the depth of its block in the owner's chain. `release` returns copies deepest
 first, which is the order in which eviction should take them (eviction/).
 
 Not here: the state of a copy after its last lease (copies.py), the effect of a pin (holder.py).
@@ -29,8 +29,8 @@ class Owner:
     name: str
     until_s: float
     copies: dict[HeldCopy, int] = field(default_factory=dict)  # copy -> depth in the owner's chain
-    next_depth: int = 0
-    is_gone: bool = False
+    next_depth: int = 0  # one more than the depth of the deepest block leased so far
+    is_gone: bool = False  # released; a heap entry may remain
 
 
 class LeaseTable:
@@ -54,7 +54,7 @@ class LeaseTable:
         return owner in self._owners
 
     def next_depth(self, owner: str) -> int:
-        """One more than the depth of the deepest block that the owner leases."""
+        """One more than the depth of the deepest block that `owner` has leased; 0 if unknown."""
         known = self._owners.get(owner)
         return known.next_depth if known else 0
 
@@ -133,7 +133,7 @@ class LeaseTable:
             self.release(owner)
 
     def release(self, owner: str) -> list[HeldCopy]:
-        """End all leases of `owner`; returns the copies that still exist, deepest first."""
+        """End all leases of `owner`, if any; its copies that still exist, deepest first."""
         holding = self._owners.pop(owner, None)
         if holding is None:
             return []
@@ -149,7 +149,7 @@ class LeaseTable:
         return [copy for copy in ended if copy.state is not gone]
 
     def due(self, now_s: float) -> str | None:
-        """An owner whose deadline has passed. The caller releases the owner and calls again."""
+        """An owner whose deadline has passed, or None. Release the owner before the next call."""
         while self._heap and self._heap[0][0] <= now_s:
             _, _, owner = heappop(self._heap)
             if owner.is_gone:
@@ -196,8 +196,8 @@ class PinTable:
     """Pinned keys: soft pins (evicted last, with an expiry) and hard pins (never evicted).
 
     A pin belongs to a block key, so it holds for every copy of the block, including later copies. A
-    soft pin ends at its expiry, a hard pin when an operator removes it. The option
-    hard_pin_fraction_max keeps part of the memory free of hard pins.
+    soft pin ends at its expiry, a hard pin when an operator removes it. Beyond
+    hard_pin_fraction_max of a holder's memory, a hard pin counts as soft for a copy (copies.py).
     """
 
     def __init__(self) -> None:

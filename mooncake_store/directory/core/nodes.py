@@ -36,7 +36,7 @@ NEW_WEIGHT = 0.01
 
 
 def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
-    """Placement weight in [0, 1]; 0 for a holder that takes no blocks."""
+    """Placement weight in [0, 1]; 0 for a holder that takes no blocks, and for every SSD."""
     if not holder.is_open or holder.is_draining or holder.info.is_ssd or not holder.pool.units:
         return 0.0
     free = holder.pool.free_units / holder.pool.units
@@ -45,12 +45,12 @@ def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
 
 
 class NodeTable:
-    """node_id -> Holder. `take` removes and returns a holder; the caller drops its copies."""
+    """node_id -> Holder."""
 
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
         self._holders: dict[str, Holder] = {}
-        self._replaced: dict[str, str] = {}  # replaced incarnation -> node_id
+        self._replaced: dict[str, str] = {}  # replaced incarnation -> node_id; the last nodes_max
 
     def __iter__(self) -> Iterator[Holder]:
         return iter(self._holders.values())
@@ -118,8 +118,8 @@ class NodeTable:
         self._holders[info.node_id] = Holder(info, now_s, shape, pool, now_s, policy, is_open)
 
     def take(self, node_id: str, is_replaced: bool = False) -> Holder:
-        """Remove the node from the table. `is_replaced`: remember the incarnation, so that it
-        cannot register again."""
+        """Remove the node and return its holder; the caller drops its copies. `is_replaced`:
+        remember the incarnation, so that it cannot register again."""
         holder = self._holders.pop(node_id)
         if is_replaced:
             while len(self._replaced) >= self._config.nodes_max:

@@ -7,7 +7,7 @@ and one commit, which names the keys. If the writer vanishes, its lease expires 
 quarantined like any other.
 
 Other owners cannot use reserved slots, so their number is bounded. All reservations together take
-at most a quarter of the holder's free and idle memory, and those of one owner at most half of that.
+at most a quarter of a holder's free, idle and reserved memory, and one owner at most half of that.
 
 Only the commit finds out whether a block is already stored; its slot then stays reserved. A block
 that another owner is still writing does not count as stored, because that owner may vanish.
@@ -24,11 +24,11 @@ from mooncake_store.directory.core.holder import CopyKind, HeldCopy, Holder
 from mooncake_store.errors import QuotaExceeded, StoreFull
 from mooncake_store.records.blocks import REFUSED, STORED, THERE
 
-RESERVED_PART = 4
+RESERVED_PART = 4  # 1 / RESERVED_PART of the memory may be reserved
 
 
 def slots_max(holder: Holder, owner: str, units: int) -> int:
-    """How many slots of `units` units this owner may have reserved in total."""
+    """How many slots of `units` units this owner may have, including those that it has."""
     reserved = holder.reserved_units
     every, own = sum(reserved.values()), reserved.get(owner, 0)
     idle = sum(len(each.idle) * each.units for each in holder.size_classes.values())
@@ -39,7 +39,7 @@ def slots_max(holder: Holder, owner: str, units: int) -> int:
 def reserve(
     table: CopyTable, holder: Holder, owner: str, size_bytes: int, wished: int, until_s: float
 ) -> list[tuple[int, int]]:
-    """Reserve up to `wished` slots of this size for `owner`, leased: (slot, generation) of each."""
+    """Reserve and lease up to `wished` more slots for `owner`: (slot, generation) of each."""
     units = holder.pool.units_for(size_bytes)
     has = holder.reserved_units.get(owner, 0) // units
     wished = min(wished, slots_max(holder, owner, units) - has)
@@ -63,8 +63,8 @@ def commit(
 ) -> list[int]:
     """Commit (key, slot, generation, checksum) of written slots: STORED, THERE or REFUSED for each.
 
-    REFUSED: the slot does not belong to this owner (any more), another owner is still writing the
-    block, the tenant has no room, or the node drains. A refused slot of this owner stays reserved.
+    THERE: the holder has the block, or `blocks` names it twice. REFUSED: the slot is not this
+    owner's (any more), the block is being written, or no room (quota, drain). Both keep the slot.
     """
     reserved, slots, known = holder.reserved, holder.columns.slot, table.blocks.held
     is_special = holder.is_draining or table.tenants.are_limited

@@ -23,7 +23,7 @@ from heapq import heappop, heappush
 
 from mooncake_store.records.blocks import Slot
 
-SLABS_WISHED = 64  # slabs of one size that fill the whole memory
+SLABS_WISHED = 64  # least number of slabs that the memory is cut into, if blocks are small enough
 SLAB_BYTES_MAX = 64 * 2**20  # upper bound of a slab, unless one block is larger
 # For this time after its quarantine, a slot may still receive late bytes: Linux retransmits the
 # unacknowledged data of a TCP connection for about 15 minutes (tcp_retries2).
@@ -37,8 +37,8 @@ class Slab:
     start: int
     slots: int
     units: int
-    fresh: int = 0  # slots used at least once; the others need no list entry
-    freed: list[int] = field(default_factory=list)
+    fresh: int = 0  # the first `fresh` slots were used at least once; later ones need no list
+    freed: list[int] = field(default_factory=list)  # free slots among the first `fresh`
     used: int = 0  # slots in use or in quarantine
 
     @property
@@ -64,7 +64,7 @@ class FreeRuns:
         self.runs: list[tuple[int, int]] = [(0, units)] if units else []  # (start, length)
 
     def carve(self, least: int, wished: int) -> tuple[int, int] | None:
-        """(start, length) of `wished` units, or of a multiple of `least` in a shorter run."""
+        """(start, length) of `wished` units, or fewer, a multiple of `least`; None: no such run."""
         fitting = (i for i, (_, length) in enumerate(self.runs) if length >= wished)
         index = next(fitting, None)
         if index is None:
@@ -100,7 +100,7 @@ class FreeRuns:
 
 
 class SlotPool:
-    """Every unit belongs to a free run or to a slab; every slot of a slab is used or free."""
+    """Every unit is in a free run or a slab; a slab's slots are used, quarantined or free."""
 
     def __init__(self, units: int, unit_bytes: int) -> None:
         assert units >= 0 < unit_bytes, f"{units} units of {unit_bytes} bytes"
@@ -156,7 +156,7 @@ class SlotPool:
         heappush(self._quarantine, (until_s, slot))
 
     def end_quarantines(self, now_s: float) -> bool:
-        """Free the slots whose quarantine has ended; whether there were any."""
+        """Free the slots whose quarantine has ended. False: there were none."""
         before = len(self._quarantine)
         while self._quarantine and self._quarantine[0][0] <= now_s:
             slot = heappop(self._quarantine)[1]
@@ -168,8 +168,8 @@ class SlotPool:
         return len(self._quarantine) < before
 
     def late(self, slots: Sequence[Slot | None], units: int, now_s: float) -> tuple[int, ...]:
-        """Indices of the slots, of `units` units each, that were in quarantine within LATE_S, even
-        in part. An abandoned transfer may still write into such a slot."""
+        """Indices of the slots, of `units` units each, with a unit whose quarantine ended less than
+        LATE_S ago. An abandoned transfer may still write into such a slot."""
         late = self._late_until_s
         while late and next(iter(late.values())) <= now_s:
             del late[next(iter(late))]
@@ -182,9 +182,9 @@ class SlotPool:
         )
 
     def adopt(self, slot: int, units: int) -> bool:
-        """Mark a slot from an earlier directory as used; False when its units are taken. The
-        earlier slabs are unknown. Adjacent slots of one size form a new slab, up to the usual slab
-        size, so slots must be adopted in ascending order."""
+        """Mark a slot from an earlier directory as used; False when its units are taken or do not
+        exist. The earlier slabs are unknown. Slots of one size that are adopted in ascending order
+        and are adjacent form a new slab, up to the usual slab size."""
         if slot < 0 or slot + units > self.units or not self._runs.cut(slot, units):
             return False
         index = bisect_right(self._starts, slot) - 1
@@ -206,8 +206,8 @@ class SlotPool:
 
     def neighbours(self, units: int, starts: Sequence[int]) -> list[int] | None:
         """The slabs to empty so that a slot of `units` can be cut; None when no choice suffices.
-        Free memory between the slabs counts as well. Of all choices, the one whose last slab comes
-        first in `starts` is returned."""
+        `starts`: first units of the slabs that may be emptied, best first. Adjacent free memory is
+        used too. Of all choices, the one whose worst slab is best in `starts` is returned."""
         rank = {start: position for position, start in enumerate(starts)}
         pieces = [(start, length, -1) for start, length in self._runs.runs]
         for slab in self._slabs.values():
@@ -247,7 +247,7 @@ class SlotPool:
         return slab
 
     def _slab_units(self, units: int) -> int:
-        """The wished size of a slab with slots of this size."""
+        """The wished size of a slab with slots of `units` units each, in units."""
         wished_units = min(self.units // SLABS_WISHED, SLAB_BYTES_MAX // self.unit_bytes)
         return max(1, wished_units // units) * units
 

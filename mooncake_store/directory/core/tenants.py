@@ -17,7 +17,7 @@ from mooncake_store.directory.core.holder import HeldCopy, Pin
 from mooncake_store.errors import QuotaExceeded, RequestInvalid
 
 TENANTS_MAX = 10_000
-LOOKED_AT_MAX = 1_024  # copies of a tenant examined per eviction, oldest first
+LOOKED_AT_MAX = 1_024  # copies of a tenant examined per call of `victims`, oldest first
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +25,7 @@ class Tenant:
     name: str
     quota_bytes: int
     used_bytes: int = 0
-    copies: dict[HeldCopy, None] = field(default_factory=dict)  # oldest first
+    copies: dict[HeldCopy, None] = field(default_factory=dict)  # least recently used first
 
 
 class TenantTable:
@@ -43,7 +43,7 @@ class TenantTable:
         return bool(self._tenants)
 
     def set_quota(self, name: str, quota_bytes: int) -> None:
-        """Set a quota; 0 removes it. Copies from before the quota are not counted."""
+        """Set a quota; 0 removes it. Copies from before the first quota are not counted."""
         known = self._tenants.get(name)
         self.check_quota(name, quota_bytes)
         if quota_bytes == 0:
@@ -77,7 +77,7 @@ class TenantTable:
         return tenant is None or tenant.used_bytes + size_bytes <= tenant.quota_bytes
 
     def victims(self, name: str, size_bytes: int) -> list[HeldCopy]:
-        """The idle copies to evict so that `size_bytes` fit; QuotaExceeded if too few."""
+        """Idle copies to evict so that `size_bytes` fit. QuotaExceeded: too few were found."""
         tenant = self._tenants.get(name)
         if tenant is None:
             return []

@@ -1,10 +1,9 @@
 """Registered workers: liveness, and compatibility of their KV caches.
 
-All live workers have the same fingerprint. A worker with another fingerprint would never find a
-block, because its block keys differ, or would read KV of another shape. Registration rejects such a
-worker and names the fields that differ, instead of serving with a hit rate of zero.
-
-Two incarnations of a worker may be alive at once: Triton loads a model before it unloads the old.
+Live workers have the same fingerprint. A worker with another fingerprint would never find a block,
+because its block keys differ, or would read KV of another shape. Registration rejects such a worker
+and names the fields that differ. Only an older incarnation of the same worker may differ: Triton
+loads a model before it unloads the old one.
 
 Not here: the contents of a fingerprint (layout.py), the load of a worker (the conductor).
 """
@@ -30,7 +29,7 @@ class _Worker:
 
 
 class WorkerTable:
-    """(worker_id, incarnation) -> its last report. Methods return the events of each change."""
+    """(worker_id, incarnation) -> worker. Methods return the events of each change."""
 
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
@@ -49,6 +48,7 @@ class WorkerTable:
         return [worker.report for worker in self._workers.values() if worker.report is not None]
 
     def register(self, info: WorkerInfo, now_s: float) -> list[Event]:
+        """No event for a repeated registration. RequestInvalid, FingerprintMismatch, StoreFull."""
         name = (info.worker_id, info.incarnation)
         measured = {
             "prefill_coefficients": info.prefill_coefficients,
@@ -74,7 +74,7 @@ class WorkerTable:
         return [] if known and known.info == info else [WorkerUp(info)]
 
     def report(self, report: WorkerReport, now_s: float) -> list[Event]:
-        """The event of this report; no event when the worker is not registered."""
+        """The event of this report; none if the worker is not registered. RequestInvalid."""
         worker = self._workers.get((report.worker_id, report.incarnation))
         if worker is None:
             return []

@@ -31,7 +31,7 @@ import numpy as np
 
 from mooncake_store.directory.core.eviction.lru import RecencyQueue
 
-GHOSTS_PER_BLOCK = 4
+GHOSTS_PER_BLOCK = 4  # names remembered per idle or leased block
 SAME_USE_SHIFT = 6  # uses closer than blocks / 2**SAME_USE_SHIFT count as one
 STAMP_SHIFT = 8  # blocks / 2**STAMP_SHIFT uses share a stamp
 STAMP_USES_MIN = 8  # uses per stamp, at least: a new stamp per use would cost more than the use
@@ -45,13 +45,13 @@ STAMPS = 512  # stamps for which a name is remembered
 NAMES_MIN = 8_192
 NAMES_MAX = 2**23  # a table of 60 MiB
 # Constants of ReuseTimes.
-ONCE, AGAIN = 0, 1
-PER_OCTAVE = 2
-BUCKETS = 2 * 48
+ONCE, AGAIN = 0, 1  # kinds of blocks
+PER_OCTAVE = 2  # age buckets per doubling of the age
+BUCKETS = 2 * 48  # ages below 2**48 uses
 WIDTHS = [2.0 ** ((b + 1) / PER_OCTAVE) - 2.0 ** (b / PER_OCTAVE) for b in range(BUCKETS)]
 LOG_WIDTH = log(2) / PER_OCTAVE
-AGAIN_WEIGHT = 1.5
-EVIDENCE_BLOCKS = 20
+AGAIN_WEIGHT = 1.5  # correction 2 of ReuseTimes
+EVIDENCE_BLOCKS = 20  # correction 1 of ReuseTimes
 SAMPLE_MAX = 16_384  # blocks sampled; more only if 1 in 256 blocks is more
 MEMORY = 8  # uses, per block of the cache, for which a block stays in the sample
 WAIT = 3  # uses, per block of the cache, before measured values are used
@@ -116,7 +116,7 @@ class Ghosts:
         self._drops = drops
 
     def take(self, key: bytes) -> bool:
-        """Whether the block was evicted recently; forgets its name, because the block is back."""
+        """Whether the name was kept. Forgets the name, because the block is back."""
         if not self._buckets:
             return False
         rest, bucket = divmod(int.from_bytes(key, "little") % HASH_PRIME, self._buckets)
@@ -141,7 +141,7 @@ class Ghosts:
 
 
 def bucket_of(age: int) -> int:
-    """Half octaves: buckets begin at 1, 2, 3, 4, 6, 8, 12, ... Age 1 begins two of them."""
+    """Age bucket, half an octave: 0 for ages below 2; 2, 3, 4, ... begin at 2, 3, 4, 6, 8, ..."""
     if age < 2:
         return 0
     bits = age.bit_length()
@@ -246,7 +246,7 @@ class ReuseTimes:
 
 
 def values_of(returned: list[float], not_yet: list[float]) -> list[float]:
-    """The value per age bucket, from how many blocks ended there: used again, or not yet."""
+    """Value per age bucket, from how many blocks were last seen there: used again, or not yet."""
     at_risk, older = [0.0] * BUCKETS, 0.0
     for b in reversed(range(BUCKETS)):
         ended = returned[b] + not_yet[b]
@@ -279,7 +279,7 @@ class Density:
     def __init__(self) -> None:
         self._once = RecencyQueue()
         self._again = RecencyQueue()
-        # Leased key -> queue that it joins after the lease.
+        # Key that `discard` removed -> queue that it joins at the next `add`.
         self._away: dict[bytes, RecencyQueue] = {}
         self._ghosts = Ghosts()
         self._reuse = ReuseTimes()

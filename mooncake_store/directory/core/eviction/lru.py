@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
-BATCH_MIN = 64
-BATCH_SHIFT = 7  # a batch is the length of the queue / 2**BATCH_SHIFT
+BATCH_MIN = 64  # keys
+BATCH_SHIFT = 7  # a batch has the keys of the plain dict / 2**BATCH_SHIFT, at least BATCH_MIN
 
 
 class RecencyQueue:
@@ -67,7 +67,7 @@ class RecencyQueue:
         return next(iter(self._coldest.items()))
 
     def pop_head(self) -> bytes:
-        """Remove the key that the last call of `head` returned."""
+        """Remove and return the key that `head` has just returned; only directly after `head`."""
         return self._coldest.popitem(last=False)[0]
 
     def _fill_coldest(self) -> None:

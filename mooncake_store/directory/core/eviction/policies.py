@@ -1,14 +1,15 @@
 """The eviction policies by name, and the protocol that they implement.
 
-A policy only *orders* candidates and never frees a copy, as in Redis. A copy is a candidate only
-while it has no lease. A leased block must survive even as the coldest one, because NIXL reads it
-without another request to the directory.
+A policy only *orders* candidates and never frees a copy. A copy is a candidate only while it is
+ready and has neither a lease nor a hard pin. A leased block must survive even as the coldest one,
+because NIXL reads it without another request to the directory.
 
     use             -> call of the directory
     written, read   -> add(keys) when the last lease ends
-    leased          -> discard(keys); the next add(keys) counts as one more use
+    leased, pinned  -> discard(keys); the next add(keys) counts as one more use
     read, no lease  -> touch(key)
-    evicted         -> evicted(key): for room; a policy may remember a bounded number of names
+    evicted         -> take_coldest(count), or evicted(key) of any block: for room; a policy may
+                       remember a bounded number of names
     removed         -> forget(key): rejected by a reader, removed, lost; no name is remembered
 
 Deepest first: the directory adds or touches a chain of blocks from its end to its start, so among
@@ -26,7 +27,7 @@ from mooncake_store.directory.core.eviction.lru import Lru
 
 
 class EvictionOrder(Protocol):
-    """The idle copies of one size on one holder, coldest first. Every call is O(1) amortised."""
+    """Idle copies of one size on one holder, coldest first. O(1) per key, amortised."""
 
     def __len__(self) -> int:
         """The number of candidates."""
@@ -41,10 +42,10 @@ class EvictionOrder(Protocol):
         """A candidate was used without a lease."""
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        """Copies are leased: no candidates until the next `add`. Unknown keys are allowed."""
+        """These keys are no candidates until the next `add`. Unknown keys are allowed."""
 
     def take_coldest(self, count: int) -> list[bytes]:
-        """Evict up to `count` candidates for room, coldest first; their keys."""
+        """Remove up to `count` candidates as evicted for room; their keys, coldest first."""
 
     def evicted(self, key: bytes) -> None:
         """The copy was evicted for room. The policy may remember its name."""
