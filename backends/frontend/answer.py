@@ -22,7 +22,7 @@ from backends.text.text_stream import OutputDelta, merge
 class ReplyStream(Protocol):
     """The response stream of one request (triton_io.Reply)."""
 
-    outputs: frozenset[str]  # names of the outputs that the client requested
+    outputs: frozenset[str]  # outputs that the client named; all if the client named none
 
     def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None: ...
     def finish(self) -> None: ...
@@ -48,7 +48,7 @@ class StreamedAnswer:
 
 
 class WholeAnswer:
-    """Exactly one response with the whole answer, as /generate requires."""
+    """Collects the messages and sends one response with the whole answer, as /generate requires."""
 
     def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
         self._request = request
@@ -99,7 +99,7 @@ def names_sent(asked: frozenset[str], left_out: Set[str]) -> tuple[str, ...]:
     """The outputs to send, in the order of the table.
 
     For a client that names no outputs, Triton requests all of them; then `left_out` is left out. An
-    ensemble requests some outputs by name, and must get each of them in every response.
+    ensemble requests some outputs by name, and gets each of them in every response, maybe empty.
     """
     names = [output.name for output in OUTPUTS]
     if asked.issuperset(names):

@@ -1,8 +1,8 @@
 """The frontend: admits requests and holds the services that all its requests share.
 
 Blocking work of a request (tokenising, deciding, calling a worker) runs in a bounded pool of
-threads. The frontend makes no routing decisions and keeps no state beyond a request, so a fleet may
-run many frontends.
+threads. The Conductor (cluster_view.py) makes the routing decisions, and frontends exchange routing
+notes, so a fleet may run many frontends.
 Not here: Triton's API (triton_io.py), the course of a request (live_request.py).
 """
 
@@ -132,14 +132,14 @@ class Frontend:
         request.start(inputs, parameters)
 
     def _used_up(self, principal: Principal, in_flight: int | None) -> Overloaded | None:
-        """The rejection by tenant limits that need no prompt; checked before parsing."""
+        """The rejection by tenant limits that need no prompt, or None; checked before parsing."""
         if principal.limits is None:
             return None
         found = self.cluster.arrived(principal.tenant, principal.limits, in_flight)
         return found and Overloaded(found.kind, found.reason, found.retry_after_s)
 
     def _answer(self, verb: Verb, parameters: dict[str, Any], client: ReplyStream) -> None:
-        """Answer one of the gateway's own calls, which counts neither as a request nor as live."""
+        """Answer a call with a verb, which counts neither as a request nor as live."""
         try:
             client.send(described(verb(parameters), client.outputs), is_final=True)
         except Exception as error:  # Catch all: the pool would drop the exception
@@ -179,7 +179,7 @@ class Frontend:
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for requests and threads to end, then fail the rest.
 
-        So clients get their answers, and no worker keeps sending to a process that is gone.
+        So clients get an answer or an error, and workers stop sending to a process that is gone.
         """
         self._wait_idle(timeout_s)
         for request in self.live.all():
@@ -199,7 +199,7 @@ class Frontend:
         wait(list(self._running), timeout=max(give_up_s - time.monotonic(), 0.0))
 
     def _worker_down(self, worker_id: str, incarnation: str, seen_s: float) -> None:
-        """Post the loss to every request, and cancel the calls abandoned to this worker."""
+        """Post the loss to every request, and cancel abandoned calls to this worker."""
         self._calls.keep(self.cluster.grpc_addresses())
         lost = WorkerLost((worker_id, incarnation), seen_s, time.monotonic())
         for request in self.live.all():
@@ -218,5 +218,5 @@ class Frontend:
     def _abandon(self, request_id: str, worker: tuple[str, str]) -> None:
         with self._abandoning:
             self._abandoned[request_id] = worker
-            if len(self._abandoned) > self._config.requests_max:  # the oldest call has ended
+            if len(self._abandoned) > self._config.requests_max:  # most likely, the oldest ended
                 del self._abandoned[next(iter(self._abandoned))]

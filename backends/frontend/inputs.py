@@ -1,4 +1,4 @@
-"""Reading a request's tensors: one value each, of the right type, valid UTF-8.
+"""Reading a request's tensors: number of values, type and UTF-8 are checked.
 
 Reading never raises. A mistake is noted in `problems`, so that a client gets all mistakes at once,
 and the value counts as not given. Not here: the meaning of the values (request.py).
@@ -52,7 +52,7 @@ class InputReader:
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
-        """The shortest decimal of this float32, so that 0.7 stays 0.7, as in JSON."""
+        """The shortest decimal of this float32, so that 0.7 stays 0.7; None if not given."""
         value = self._single(name)
         return None if value is None else float(str(value))
 

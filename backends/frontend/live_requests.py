@@ -8,13 +8,13 @@ share.
 A tenant whose request was rejected counts as present for a while. Otherwise a flood that holds
 every slot would keep them, because a tenant without a request in flight would not be seen. Two
 shares may cover all slots. Therefore a tenant that has more requests than a rejected tenant may
-use only an equal part, until the rejected tenant is admitted.
+use only an equal part, until the rejected tenant is admitted or has not asked for RECENT_S.
 
 Triton reports a disconnected client only to a model that polls for it, and not to the models
 called in turn. So one thread polls for every request in flight, several times a second.
 
 Not here: how the request of a disconnected client ends (lifecycle/), shares of computing under
-overload (conductor/admission/fair_share.py), the name of a request's tenant (request.py).
+overload (conductor/admission/fair_share.py), a request's tenant (tenants/principal.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from backends.frontend.live_request import LiveRequest
 
 log = logging.getLogger(__name__)
-RECENT_S = 5.0  # seconds for which a rejected tenant counts as present
+RECENT_S = 5.0  # seconds after its latest rejection for which a tenant counts as present
 REJECTED_TENANTS_MAX = 256  # rejected tenants remembered
 STALL_S = 2.0  # a turn that is later than this: the process or its host was frozen
 

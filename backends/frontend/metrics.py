@@ -27,11 +27,11 @@ Series = tuple[str, str, str]  # metric, its label, value of the label; "" "" wi
 
 
 class Totals:
-    """Counts since the first look, added up across restarts of what is counted. Pure.
+    """Counts since the first `look`, added up across restarts of the counting process. Pure.
 
     The directory's own counts cannot be published as counters. They restart with the directory,
-    and a reloaded conductor would add all of them again. (While a conductor reloads, both of its
-    processes count.)
+    and a reloaded conductor would add all of them again. While a conductor reloads, its two
+    processes add the same events, so these count twice.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class StoreWatch:
     """Reads the directory's counts every PERIOD_S, in its own thread."""
 
     def __init__(self, directory: DirectoryClient) -> None:
-        self.seen: DirectoryStats | None = None  # None while the directory does not answer
+        self.seen: DirectoryStats | None = None  # None before the first answer, and after a failure
         self._directory = directory
         self._counts = Totals()
         self._is_closing = threading.Event()
@@ -83,7 +83,7 @@ class StoreWatch:
         return dict(self._counts.totals)
 
     def close(self) -> None:
-        """To be called before the directory's client is closed."""
+        """Stop reading. Call it before the directory's client is closed."""
         self._is_closing.set()
         self._thread.join(timeout=self._directory.timeout_s + 1.0)
 

@@ -1,7 +1,6 @@
-"""Latency metrics of one request and the attributes of its span. Pure; time is an argument.
+"""Metrics of one request and the attributes of its span. No I/O; time is an argument.
 
-The metrics are the request's arrival, the times of its tokens, and its outcome. They go into
-`Observations`, and cost each message of a stream a subtraction and an append.
+The metrics go into `Observations`. Each message of a stream costs a subtraction and an append.
 
 Names of attributes follow OpenTelemetry's conventions for generative models; others start with
 `mooncake.`. Spans contain no text of a prompt or an answer, and no tenant.
@@ -70,7 +69,7 @@ class RequestTimes:
         self._observe("mooncake_retries_total")
 
     def prefilled(self, predicted: Prediction, actual_s: float) -> None:
-        """The first token of an attempt came `actual_s` after the conductor had decided."""
+        """The prefill reply of an attempt came `actual_s` after the conductor had decided."""
         self._predicted_tbt_s = predicted.tbt_s
         predicted_s = predicted.ttft_s - predicted.handover_s  # the first token needs no hand-over
         self._observe("mooncake_ttft_prediction_error_ratio", _error(predicted_s, actual_s))
@@ -79,7 +78,7 @@ class RequestTimes:
         self._observe(name, actual_s, kind="actual")
 
     def read(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Note the prompt's tokens; only the first attempt counts."""
+        """Note the prompt's tokens; only the first prefill reply counts."""
         if not self._prompt_tokens:
             self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
@@ -89,7 +88,7 @@ class RequestTimes:
         self._observe("mooncake_wasted_prefill_seconds_total", compute_s)
 
     def sent(self, tokens: int, now_s: float) -> None:
-        """A message with `tokens` new tokens was sent."""
+        """A message with `tokens` new tokens was sent; with 0 tokens it does not count."""
         if not tokens:
             return
         if self._tokens:
@@ -159,7 +158,7 @@ def tbt_s(gaps_s: Sequence[float], intervals: int) -> float:
 
 
 def outcome_of(error: Exception | None) -> str:
-    """The outcome label: the first word of the error that the client gets, or "answered"."""
+    """The outcome label: "answered", the first word of a ServingError, or "internal_error"."""
     if error is None:
         return "answered"
     if isinstance(error, Overloaded):

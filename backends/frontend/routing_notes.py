@@ -43,8 +43,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class RoutedMessage(msgspec.Struct, array_like=True, frozen=True):
-    """RoutedNote on the wire. conductor/notes.py does not depend on msgspec. These structs check
-    bounds."""
+    """RoutedNote on the wire. These structs check bounds; conductor/notes.py is without msgspec."""
 
     number: Number
     at_s: Moment
@@ -73,14 +72,14 @@ class PrefilledMessage(msgspec.Struct, array_like=True, frozen=True):
 class EndedMessage(msgspec.Struct, array_like=True, frozen=True):
     number: Number
     at_s: Moment
-    output_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
+    output_tokens: Annotated[int, msgspec.Meta(ge=-1, le=2**31)]  # -1: unknown
 
 
 class UsageMessage(msgspec.Struct, array_like=True, frozen=True):
     at_s: Moment
     tenant: Text
     requests: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    tokens: Annotated[int, msgspec.Meta(ge=-(2**32), le=2**32)]
+    tokens: Annotated[int, msgspec.Meta(ge=-(2**32), le=2**32)]  # below 0: returned
 
 
 class NotesMessage(msgspec.Struct, array_like=True, frozen=True):

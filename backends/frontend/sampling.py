@@ -2,8 +2,8 @@
 
 The inputs and their defaults are in model_repository/README.md (Tensors). Some rules:
 
-* `top_k`, `top_p` or `min_p` without `temperature` means temperature 1, as in vLLM. Without any of
-  them the answer is greedy;
+* a `top_p`, or a `top_k` or `min_p` other than 0, without `temperature` means temperature 1, as in
+  vLLM. Without any of them the answer is greedy;
 * without a `seed` it is 0, as in TensorRT-LLM: the same request has the same answer;
 * `stop_words` [""] means none, as in TensorRT-LLM's examples;
 * a tensor wins over the same value in `sampling_parameters`.
@@ -78,7 +78,7 @@ def read(
 
 
 def guide_problems(tokenizer: Tokenizer, schema: str, end_ids: Sequence[int]) -> Sequence[str]:
-    """Why no worker could hold an answer to this schema.
+    """Why no worker can enforce this schema; empty if one can.
 
     Without the optional package of guided decoding, only the keywords are checked here. The
     prefill worker checks the rest before it computes.

@@ -2,10 +2,10 @@
 
 A prefill worker sends a message with the first token while it still writes the KV to the store.
 
-A decode worker sends one message per step, with the new tokens of all requests that it decodes for
-this frontend. A message per token through Triton would cost more CPU time than the token
-(bench/RESULTS.md). The reply to the call (grpc_calls.ask) only reports the end of the request, and
-how many tokens were sent by message.
+A decode worker sends at most one message per step, with new tokens of all requests that it decodes
+for this frontend. A message per token through Triton would cost more CPU time than the token
+(bench/RESULTS.md). The reply to the call (grpc_calls.ask) reports the end of the request, how many
+tokens were sent by message, and the tokens that no message carries.
 
 Messages to clients cost CPU time on both sides of the network. A frontend sends at most
 `messages_per_s_max` of them. When its streams produce more tokens, tokens of a stream that arrive
@@ -72,7 +72,7 @@ class TokenStreams:
         self._streams[request_id] = TokenStream(receiver, attempt, time.monotonic())
 
     def called(self, request_id: str) -> None:
-        """The decode worker of this attempt is called now."""
+        """The decode worker of this attempt is called now. No effect after `forget`."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.seen_s = time.monotonic()
             self._decoding.add(request_id)
@@ -82,7 +82,7 @@ class TokenStreams:
         self._decoding.discard(request_id)
 
     def seen_s(self, request_id: str) -> float | None:
-        """Time of the latest message or heartbeat, or of the call; None: unknown attempt."""
+        """Monotonic time of the latest message, heartbeat or call; None: unknown attempt."""
         stream = self._streams.get(request_id)
         return stream.seen_s if stream is not None else None
 

@@ -1,9 +1,10 @@
-"""Workers that this frontend cannot call: excluded from routing, and probed until one succeeds.
+"""Workers that this frontend cannot call: excluded from routing until a probe succeeds.
 
 A worker that refuses the connection, or whose link is cut, keeps reporting to the directory, and
 looks idle because it gets no requests. So the first call that cannot reach the worker excludes it
 from routing. The exclusion holds for this frontend only, because other frontends may reach the
-worker. Probes, not requests, find out when it can be called again.
+worker. Probes, not requests, find out when it can be called again. A worker with another secret
+(WorkerDistrusts) is not probed; its exclusion ends when the process leaves the directory.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ class UnreachedWorkers:
         self._thread.start()
 
     def add(self, worker: tuple[str, str], error: ServingError) -> None:
-        """A call did not reach the worker."""
+        """A call or a probe did not reach the worker."""
         with self._lock:
             is_new = worker not in self._errors
             self._errors[worker] = error
             self._cluster.worker_reached(*worker, is_reached=False)
         if is_new:
-            log.warning("%s gets no request until a probe reaches it: %s", worker[0], error)
+            log.warning("%s gets no requests while it is unreachable: %s", worker[0], error)
 
     def causes(self) -> dict[str, tuple[str, str]]:
         """Worker name -> ("refused" or "cut_off", error text)."""
@@ -54,7 +55,7 @@ class UnreachedWorkers:
             }
 
     def close(self) -> None:
-        """Stop probing, without waiting for running probes."""
+        """Stop probing. Waits at most CLOSE_S_MAX for running probes."""
         self._is_closing.set()
         self._thread.join(timeout=CLOSE_S_MAX)
         self._probes.shutdown(wait=False, cancel_futures=True)
@@ -64,7 +65,7 @@ class UnreachedWorkers:
             self._probe_all()
 
     def _probe_all(self) -> None:
-        """Probe each worker once, several at a time: a probe over a cut link times out."""
+        """Probe each worker once, several at a time, because a probe over a cut link times out."""
         with self._lock:
             unreached = dict(self._errors)
         wait([self._probes.submit(self._look, *each) for each in unreached.items()])

@@ -6,15 +6,16 @@ kind of loss has a `Rule`:
     counts      The request may be the cause: a worker died while it held the request, or failed
                 at it. After `counted_max` such losses the request is given up. Otherwise a
                 harmful prompt could kill one worker after the other.
-    is free     The request is not the cause: its KV is gone, no worker is available, or a worker
-                was absent, unreachable or refused the connection. Such losses do not count and
-                are retried until the deadline.
+                Other losses are retried until the deadline; a new request is also limited by
+                `full_workers_max`.
     avoids      The next attempt leaves out the worker, as long as there is another one.
+    is soon     The first loss in a row is retried without a pause.
 
-The deadline is the client's timeout, or `request_s_max` after the arrival. An attempt that decoded
-tokens restarts `request_s_max`, so that a long answer is not given up for its length.
+The deadline is the client's timeout or `request_s_max` after the arrival, whichever is earlier. The
+loss of an attempt that decoded tokens restarts `request_s_max`, so that a long answer is not given
+up for its length.
 
-The first retry follows at once. While losses follow each other without a decoded token, pauses
+While losses follow each other without a decoded token, pauses
 between attempts double: faster retries would not help, and other requests need the workers.
 
 Not here: the request's next state (machine.py), choosing the next worker (conductor/).
@@ -121,9 +122,9 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
 
 
 def loss_by_death(called_s: float, seen_s: float) -> Loss:
-    """A worker is gone during a call: died if it may have had the request, else gone before.
+    """The loss by a worker that is gone: WORKER_DIED if it may have received the call.
 
-    `called_s`: time of the call, `seen_s`: time of the worker's last report.
+    `called_s`, `seen_s`: monotonic times of the call and of the worker's last report.
     """
     is_late = seen_s < called_s - SILENCE_S_MAX
     return Loss.WORKER_GONE if is_late else Loss.WORKER_DIED
@@ -145,7 +146,7 @@ class Attempts:
     arrived_s: float
     request_s_max: float
     timeout_s: float = math.inf  # the client's timeout since the arrival; never restarted
-    full_workers_max: int = 0  # full workers that lead to a retry on another worker
+    full_workers_max: int = 0  # retries of a new request on another worker after full ones
     losses: tuple[Loss, ...] = ()
     in_a_row: int = 0  # latest losses without a decoded token between them
     sent_tokens: int = 0  # tokens sent to the client before the latest loss
@@ -187,7 +188,7 @@ class Attempts:
         """Whether an earlier attempt was admitted.
 
         A full storage node or a full decode worker does not admit, although the client may have
-        the token of the prefill.
+        the token of the prefill. Any other loss counts as admitted.
         """
         of_prefill = int(all(loss is Loss.WORKER_FULL for loss in self.losses))
         was_admitted = any(loss not in NOT_ADMITTED for loss in self.losses)

@@ -38,7 +38,7 @@ class Described(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The frontend failed the request: it breaks limits, or a message could not be sent."""
+    """The frontend failed the request: invalid, an error in a step, or a message not sent."""
 
     error: Exception
 
@@ -83,7 +83,7 @@ class FirstText(NamedTuple):
 class FirstTokenArrived(NamedTuple):
     """The first token came by message, before or after the prefill reply, which repeats it.
 
-    Messages may be lost, replies may not.
+    A message may be lost without notice. A lost reply becomes CallFailed.
     """
 
     attempt: int
@@ -113,7 +113,7 @@ class DecodeReplied(NamedTuple):
     """The end of the answer."""
 
     attempt: int
-    tokens_before: int  # decoded tokens sent by message before this reply; some may still come
+    tokens_before: int  # decoded tokens sent by message; some may arrive after this reply
     last: OutputDelta  # tokens that no message carries
     finish_reason: str
     fields: Fields
@@ -219,13 +219,13 @@ class NoteLoss(NamedTuple):
 
 
 class NoteFailed(NamedTuple):
-    """The conductor avoids this worker until its next report, or for a cool-down."""
+    """The conductor excludes this worker until a later report, at most for failed_mark_s."""
 
     worker: WorkerId
 
 
 class NoteUnreached(NamedTuple):
-    """The worker is unreachable: it gets no requests until a probe reaches it."""
+    """The worker is unreachable: it gets no requests until a probe succeeds."""
 
     worker: WorkerId
     error: WorkerUnreached

@@ -5,8 +5,8 @@
     prefilling   the call to its prefill worker is under way
     decoding     the call to its decode worker is under way
     ending       decode has replied; earlier messages with tokens are still missing
-    stopping     the answer has no reader: the workers got a Stop, the call has not ended yet
-    done         the client has the end of its answer; abandoned calls may still end
+    stopping     failed, or no reader is left: the workers got a Stop, the call has not ended yet
+    done         the answer or an error was sent; a decision or an abandoned call may still end
 
 `step` takes a state and an event. It returns the next state and the actions to carry out, in
 order. It has no clock and no I/O, so tests can try every order of events.
@@ -19,9 +19,9 @@ Invariants in every order of events:
 
 * each token reaches the client once and in order: a first token counts once, by message or with
   the reply, and tokens after a gap are not sent;
-* a request ends once, after each call of its latest attempt has ended or was abandoned;
+* a request ends once; then no call of it is under way, except cancelled and abandoned calls;
 * for each chosen pair, the conductor gets the end of the attempt, and the KV is released when the
-  call has ended. Only a decode worker that completed the answer releases the KV itself.
+  call has ended. After a complete answer, the decode worker has released the KV itself.
 
 Not here: carrying out actions (backends/frontend/live_request.py).
 """
@@ -116,16 +116,16 @@ class Attempt(NamedTuple):
     """
 
     number: int = 1  # counts the attempts of the request, from 1
-    worker: WorkerId | None = None  # the routed process, or the one that sends the tokens
+    worker: WorkerId | None = None  # process that serves it: prefill, then decode; None: not routed
     decode: WorkerId | None = None  # the routed decode worker
     called_s: float = 0.0  # monotonic time of the call to `worker`
-    is_begun: bool = False  # True once its first token was sent to the client
+    is_begun: bool = False  # True once its first token was taken, from a message or the reply
     begun_s: float = 0.0  # monotonic time of that first token
     compute_s: float = 0.0  # seconds of prefill computation
     is_decode_lost: bool = False  # True: the decode worker was lost during prefill
     sent_before: int = 0  # tokens sent to the client by earlier attempts
     decoded: int = 0  # decoded tokens received by message
-    reply: DecodeReplied | None = None  # set while messages sent before the reply are missing
+    reply: DecodeReplied | None = None  # None: decode has not replied
 
 
 class State(NamedTuple):
@@ -135,7 +135,7 @@ class State(NamedTuple):
     is_paced: bool = False
     started_s: float = 0.0  # monotonic time at which the request was parsed
     sent_tokens: int = 0  # tokens sent to the client in all attempts
-    cached_tokens: int = 0  # of the first attempt's prefill; reported to the client
+    cached_tokens: int = 0  # of the prefill that made the answer's first token; sent to the client
     avoided: frozenset[WorkerId] = frozenset()  # workers that the next attempt leaves out
     error: Exception | None = None  # routing: of the latest loss; stopping: the final error
     fields: Fields = NO_FIELDS  # of the decision, not sent yet
@@ -160,7 +160,7 @@ def step(state: State, event: LifecycleEvent) -> Result:
 
 
 def due_s(state: State) -> float | None:
-    """When waiting tokens are to be sent; None: no tokens wait."""
+    """Monotonic time at which waiting tokens are due; None: none wait, or decode has replied."""
     is_waiting = state.phase is Phase.DECODING and state.waiting
     return state.sent_s + state.gap_s if is_waiting else None
 
@@ -198,7 +198,7 @@ def _routed_too_late(state: State, event: Routed) -> Result:
 def _not_routed(state: State, event: NotRouted) -> Result:
     no_worker_left = isinstance(event.error, Overloaded) and event.error.kind in NO_WORKER_KINDS
     if no_worker_left and isinstance(state.error, Overloaded) and not state.attempts.is_resumed:
-        # The only workers were full already, as a pinned worker may be: reject as they did.
+        # Only full workers are left, for example a pinned one: return their rejection.
         return state._replace(phase=Phase.DONE), [End(state.error)]
     return _lost_to(state, event.error, event.now_s, [])
 
@@ -290,7 +290,7 @@ def _tokens(state: State, event: TokensArrived) -> Result:
 
 
 def _send_due(state: State, now_s: float) -> Result:
-    """Send waiting tokens, unless the latest message with tokens is less than the gap ago."""
+    """Send waiting tokens; a paced stream waits until the gap since its latest message is over."""
     if not state.waiting or (state.is_paced and now_s < state.sent_s + state.gap_s):
         return state, []
     return _send(state, merge(state.waiting), "", waiting=(), sent_s=now_s)
@@ -333,7 +333,7 @@ def _tokens_of_attempt(state: State) -> int:
 
 
 def _overdue(state: State, event: TimePassed) -> Result:
-    """The wait for messages sent before the decode reply has an end."""
+    """Messages that are missing MESSAGES_S_MAX after the decode reply are lost."""
     reply = state.attempt.reply
     assert reply is not None
     if event.now_s <= reply.now_s + MESSAGES_S_MAX:
@@ -366,7 +366,7 @@ def _call_failed(state: State, event: CallFailed) -> Result:
 def _lost_to(
     state: State, error: Exception, now_s: float, actions: list[LifecycleAction]
 ) -> Result:
-    """The attempt ended with this error, which is retried or sent to the client."""
+    """The attempt ended with this error: retry the request, or send the error to the client."""
     attempts, loss = state.attempts, None
     if isinstance(error, ServingError):
         loss = loss_of(error, attempts.is_resumed, attempts.asks_others)
@@ -385,7 +385,7 @@ def _lost_to(
 def _again(
     state: State, loss: Loss, error: ServingError, now_s: float, actions: list[LifecycleAction]
 ) -> Result:
-    """The attempt is lost: resume after the sent tokens, perhaps after a pause."""
+    """The attempt is lost: resume after the sent tokens, at once or after a pause, or give up."""
     lost = state.attempt
     attempts = state.attempts.after(loss, state.sent_tokens, now_s)
     avoided = state.avoided
@@ -487,7 +487,7 @@ def _stopped(state: State, event: CallEnded) -> Result:
 
 
 def _late_end(state: State, event: CallEnded) -> Result:
-    """An abandoned call has ended: its result is dropped."""
+    """The call of an attempt that is over has ended: its result is dropped."""
     return state, [StopWorkers(event.attempt, OVER), ReleaseKv(event.attempt)]
 
 
