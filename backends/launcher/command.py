@@ -287,7 +287,8 @@ def print_refusal(reason: str) -> None:
 def plan_in_file(
     path: Path, host: str, pool: str, address: str, model_repository: Path
 ) -> HostPlan:
-    """The part of the cluster file for this host. Exits with a list of the file's mistakes."""
+    """The part of the cluster file for this host. Writes the host's model repository and sets its
+    variables in this process. Exits with the mistakes of the file or options."""
     # Imported here, because this module loads the parameters of all engines.
     from backends.cluster.cluster_file import load
     from backends.cluster.model_rendering import TemplateMissing
@@ -342,7 +343,8 @@ def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:
 
 
 def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
-    """Run a launch until it is stopped or fails; returns the exit status."""
+    """Run a launch until a signal stops it (returns 0) or it fails (returns 1). Exits with status 2
+    if the launch cannot begin."""
     try:
         launcher = Launcher(options, lambda line: console.print(line, markup=False, soft_wrap=True))
     except EnvironmentProblem as problem:

@@ -25,8 +25,8 @@ from pathlib import Path
 from backends.extras import install_line
 
 STATE_BYTES_MIN = 16 * 2**20  # free disk space for the staged backends and the first logs
-# Range of the ports that a launch chooses. It lies below the kernel's range for outgoing
-# connections, which could take a chosen port before the server listens.
+# A launch chooses ports p with PORT_MIN <= p < PORT_MAX. They lie below the kernel's default range
+# for outgoing connections, which could take a chosen port before the server listens.
 PORT_MIN, PORT_MAX = 10_240, 20_000
 # The operator may have set these for another command; a launch's plan sets its own values.
 OF_A_HOST = ("MOONCAKE_ADDRESS", "MOONCAKE_LISTEN", "MOONCAKE_PEERS")
@@ -52,7 +52,8 @@ class TritonInstall:
 
 
 def find_triton() -> TritonInstall:
-    """The `tritonserver` on the PATH (an NGC image), else the one inside nvidia-pytriton."""
+    """The `tritonserver` on the PATH (an NGC image), else the one inside nvidia-pytriton. Raises
+    EnvironmentProblem if there is neither. Files of the result may be missing."""
     on_path = shutil.which("tritonserver")
     if on_path:
         server = Path(on_path).resolve()
@@ -77,7 +78,7 @@ def find_triton() -> TritonInstall:
 
 
 def libpython_folder() -> Path:
-    """The folder of this interpreter's libpython, the only one that the stub may load."""
+    """The folder of this interpreter's libpython; EnvironmentProblem without a shared one."""
     name = sysconfig.get_config_var("INSTSONAME") or ""
     base = Path(sys.base_prefix)
     candidates = [Path(sysconfig.get_config_var("LIBDIR") or ""), base / "lib", base / "lib64"]
@@ -92,7 +93,7 @@ def libpython_folder() -> Path:
 
 
 def process_environment(triton: TritonInstall, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of all child processes: `given` above this process's own, with libraries.
+    """The environment of all child processes: this process's own, overridden by `given`.
 
     Children write their logs unbuffered, and use UTF-8 for paths in every locale, as Triton does.
     """
@@ -112,7 +113,7 @@ def process_environment(triton: TritonInstall, given: Mapping[str, str]) -> dict
     env |= {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     if locale.nl_langinfo(locale.CODESET).upper() != "UTF-8":
         env["LC_ALL"] = "C.UTF-8"
-    # glibc keeps free memory in one arena per thread, and these processes have many threads.
+    # By default glibc keeps free memory in up to 8 arenas per core.
     env.setdefault("MALLOC_ARENA_MAX", "2")
     env.pop("PYTHONHOME", None)
     return env
@@ -133,8 +134,8 @@ def problems(
     size_source: str = "--store-bytes",
     port_source: str = "with --{}-port",
 ) -> Iterator[str]:
-    """Every reason why serving would fail. `ports` maps a name to (address, port). `size_source`
-    and `port_source` name where the operator sets sizes and ports."""
+    """Every problem of this machine with its remedy. `ports` maps a name to (address, port).
+    `size_source` and `port_source` name where the operator sets sizes and ports."""
     for path in (triton.server, triton.python_backend / "libtriton_python.so", triton.stub):
         if not path.exists():
             yield f"{path} is missing: this Triton has no Python backend for {sys.version[:6]}"
@@ -161,7 +162,8 @@ def problems(
 
 
 def make_writable(folder: Path, option: str) -> None:
-    """Make the folder. Errors name `option`, which chooses another folder."""
+    """Make the folder. Raises EnvironmentProblem for an unfit path, an unwritable folder, or a full
+    disk; the message names `option`, which chooses another folder."""
     if found := OF_A_SHELL.search(str(folder)):
         raise EnvironmentProblem(
             f"{folder} has a {found[0]!r} in its path, and Triton starts its Python models by a "
@@ -187,7 +189,8 @@ def free_ports(
     port_max: int = PORT_MAX,
     host: str = "127.0.0.1",
 ) -> list[int]:
-    """`count` distinct ports of `host` that are free now and not `promised` to a process."""
+    """`count` distinct ports of `host` that are free now and not `promised` to a process. They are
+    below `port_max`. Raises EnvironmentProblem if this machine does not have the address `host`."""
     rng = random.SystemRandom()
     with contextlib.ExitStack() as held:
         ports: list[int] = []
@@ -230,7 +233,7 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterato
 
 
 def _pids_max() -> int | None:
-    """The container's limit of tasks; None if it has no limit."""
+    """The container's limit of tasks; None without a limit or without a readable one."""
     for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         try:
             text = Path(path).read_text(encoding="utf-8").strip()

@@ -45,7 +45,8 @@ class MemberRefused(EnvironmentProblem):
 def etcd_command(
     member: EtcdMember, data_dir: Path, is_replaced: bool = False, keys: Keys | None = None
 ) -> list[str]:
-    """etcd uses `--initial-...` only at the first start; later it reads members from its data."""
+    """The command of the member. etcd uses `--initial-...` only at the first start; later it reads
+    the members from its data."""
     options = {
         "name": member.name,
         "data-dir": data_dir,
@@ -93,7 +94,8 @@ def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[
     The member lost its data if it has none while other members list it. A listed member without
     client URLs has never started. With a name, it belongs to the first start of a whole cluster and
     needs no replacement. Without a name, an earlier call of this function added it before the host
-    died. Raises MemberRefused if the other members reject the change.
+    died. A member that is not listed was removed by such a call, and is added. False also if no
+    endpoint answers. Raises MemberRefused if a change fails for REPLACE_S_MAX.
     """
     url = member.advertised_peer_url
     for endpoint in () if _has_data(data_dir) else endpoints:
@@ -177,7 +179,7 @@ def member_serves(member: EtcdMember) -> bool:
 
 
 def _problem(endpoint: str, what: str = "version") -> str | None:
-    """None if the endpoint answers, "" if it does not, or its key or certificate problem."""
+    """None if the endpoint answers with status 200; else its key or certificate problem, or ""."""
     try:
         with etcd_session() as session:
             answer = session.get(f"{etcd_url(endpoint)}/{what}", timeout=ASK_S_MAX)

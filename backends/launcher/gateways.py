@@ -57,7 +57,7 @@ def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
 
 
 class Gateways:
-    """The gateway processes of a plan, which may have none."""
+    """Starts the gateway processes of a plan, which may have none."""
 
     def __init__(self, plan: HostPlan, env: Mapping[str, str], make: Make) -> None:
         self._plan, self._env = plan.gateway, env
@@ -81,7 +81,7 @@ class Gateways:
         return f"{scheme}://{reached_at(self._plan.listen, LOOPBACK)}"
 
     def wait_ready(self) -> None:
-        """Wait until all processes listen. Raises ChildDied if one does not."""
+        """Wait until all processes listen. Raises ChildDied if one ends or is not ready in time."""
         for child in self.children:
             child.wait_for_line("ready", READY_S_MAX)
 

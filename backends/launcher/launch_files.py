@@ -45,8 +45,8 @@ class LaunchFiles:
             raise
 
     def _make_socket_dir(self) -> Path:
-        """Make the socket folder outside the state folder, because socket paths must be short. /tmp
-        replaces a $TMPDIR that is too long or not ASCII, which Triton's stubs require."""
+        """Make the socket folder outside the state folder, because socket paths must be short, and
+        ASCII for Triton's stubs. /tmp replaces a $TMPDIR that is too long or not ASCII."""
         parent = Path(tempfile.gettempdir())
         parent = parent if holds_sockets(parent) else SHORT_PLACE
         try:
@@ -62,7 +62,7 @@ class LaunchFiles:
         return self._shm / f"{self.name}-{name}"
 
     def remove_part(self, name: str) -> None:
-        """Remove the files whose names continue with `name`, after their users have ended."""
+        """Remove the files whose names begin with NAME-`name`, after their users have ended."""
         _remove_all(f"{self.name}-{name}", self._shm, "*")
 
     def mark_stopping(self) -> None:

@@ -90,7 +90,7 @@ class MergedPage:
         self._ended: Families = {}  # sums of the counters of incarnations that ended
 
     def take(self, triton: str, incarnation: int, text: str) -> None:
-        """Replace the page of a Triton. A later incarnation has a larger number."""
+        """Replace the page of a Triton, unless `incarnation` is older than that of the page."""
         if incarnation > self._incarnations.get(triton, 0):
             for name, family in self._pages.pop(triton, {}).items():
                 if family.is_counted:
@@ -133,7 +133,7 @@ def _lines(families: Families) -> Iterator[str]:
 log = logging.getLogger(__name__)
 FETCH_S_MAX = 2.0
 FETCH_EVERY_S = 1.0
-SILENT_S_MAX = 10.0  # gauges of an older page are dropped
+SILENT_S_MAX = 10.0  # age of a page at which its gauges are dropped
 FETCHES_AT_ONCE = 8
 
 
@@ -141,9 +141,9 @@ FETCHES_AT_ONCE = 8
 class MetricsSource:
     """The private metrics page of one incarnation of a Triton or gateway."""
 
-    triton: str
-    incarnation: int
-    address: str
+    triton: str  # name of the Triton or gateway
+    incarnation: int  # a later incarnation has a larger number
+    address: str  # HOST:PORT
 
 
 class MetricsServer:

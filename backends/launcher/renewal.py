@@ -14,9 +14,9 @@ is restarted in the same turn, before the workers, when the authorities change. 
 keeps etcd's quorum. If etcd rejects this host's keys, as after two renewal steps at once, no turn
 can be obtained. The member is then restarted without a turn.
 
-A worker whose certificate is no longer trusted, because two renewal steps came too fast, is
-restarted without a turn as well. It serves no requests, and with it the host would never have only
-ready workers.
+An outdated worker that is not ready for SILENT_S is restarted without a turn as well. After two
+renewal steps that came too fast, its certificate may not be trusted any more. The host would then
+wait for ever until all of its workers are ready.
 
 ZeroMQ, KV over TCP and the frontends' channels read renewed keys without a restart.
 """
@@ -47,10 +47,11 @@ WHOLE_S = 2.0  # all workers must be ready for so long before the next restart
 TTL_S = 5  # of the turn's lease in etcd, and the pause after a failed campaign
 KEPT_OUT_S = 10.0  # after so many seconds of failing calls to etcd, no turn can be obtained
 ETCD = "etcd's member"  # stands for the etcd member among the names of workers
-# The turn without an election: the block's key and size, its lease, and the calls for it.
+CLOSE_S_MAX = 0.5  # limit of the wait for etcd when the launcher stops
+# The turn without an election: its block's key and size, its lease, and the period and timeout of
+# calls to the directory.
 TURN_KEY = hashlib.blake2b(b"renewal", digest_size=KEY_BYTES).digest()
 TURN_BYTES = 4096
-CLOSE_S_MAX = 0.5
 LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class HostTurn:
         return self._failing_from_s is not None and now_s - self._failing_from_s >= KEPT_OUT_S
 
     def give_back(self, wait_s: float | None = None) -> None:
-        """End the turn. `wait_s` limits the wait for etcd when this process ends."""
+        """End the turn or its campaign. `wait_s` limits the wait; None: no limit."""
         self._failing_from_s = None
         self._is_over.set()
         if self._thread is not None:
@@ -184,11 +185,11 @@ class CertificateRenewal:
         if keys is not None:
             paths = [keys.certificate, keys.private_key, keys.authorities]
             self._digests = LiveFiles(paths, lambda: _digests_of(keys))
-        self._started_with: dict[str, str] = {}
+        self._started_with: dict[str, str] = {}  # process -> digest of the files it read
         self._seen: FileDigests | None = None
-        self._changed_s = float("-inf")
+        self._changed_s = float("-inf")  # time of the last change of the files, in s
         self._is_under_way = False  # True from the call for a turn until the turn is given back
-        self._whole_from_s: float | None = None  # all workers are ready since; None before a turn
+        self._whole_from_s: float | None = None  # the host is whole since, in s; None: not yet
         self._silent_from_s: dict[str, float] = {}  # outdated worker -> not ready since, in s
 
     def started(self, worker: str) -> None:
@@ -203,10 +204,10 @@ class CertificateRenewal:
         serves: Callable[[str], bool],
         now_s: float | None = None,
     ) -> str:
-        """The worker to drain and restart now, or ETCD; "" for none.
+        """The worker to drain and restart now, or ETCD; "" for none. `workers` may contain ETCD.
 
         `is_whole()` is True if all workers and the etcd member serve. `serves(worker)` is True if
-        this worker does. Both are called only while a restart is due.
+        this worker does. Both are called only while a restart is due or its turn is not over.
         """
         if self._digests is None:
             return ""
@@ -238,7 +239,7 @@ class CertificateRenewal:
         return ""
 
     def _silent(self, stale: Collection[str], serves: Callable[[str], bool], now_s: float) -> str:
-        """An outdated worker that was not ready for SILENT_S: its certificate is not trusted."""
+        """An outdated worker that was not ready for SILENT_S; "" for none."""
         silent = [each for each in stale if each != ETCD and not serves(each)]
         self._silent_from_s = {each: self._silent_from_s.get(each, now_s) for each in silent}
         over = (each for each, from_s in self._silent_from_s.items() if now_s - from_s >= SILENT_S)

@@ -116,7 +116,8 @@ class WorkerFolders:
         return {path.name: backend_of(path) for path in folders}
 
     def names(self) -> set[str]:
-        """The names of all workers. A folder whose config.pbtxt is unreadable keeps its role."""
+        """The names of all workers. A folder whose config.pbtxt is unreadable keeps its role.
+        While the repository is unreadable, the names are those of the previous call."""
         try:
             found = self._backends()
         except OSError:  # the repository was moved or unmounted
@@ -215,7 +216,7 @@ class RepositoryMirror:
         workers: WorkerFolders | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wants(model)` is True if the mirror contains the model.
+        """Empties the folder `target`. The mirror contains the models for which `wants` is True.
 
         `workers` adds workers without a folder and renders each config.pbtxt. Without it, the
         mirror copies each config.pbtxt unchanged.
@@ -236,7 +237,7 @@ class RepositoryMirror:
         target.mkdir(parents=True)
 
     def revive(self, model: str) -> None:
-        """Make Triton start this model again with the same settings."""
+        """Make Triton start this model again with the same settings, at the next `sync`."""
         self._incarnations[model] = self._incarnations.get(model, 0) + 1
 
     def models(self) -> set[str]:
@@ -254,7 +255,8 @@ class RepositoryMirror:
         return news
 
     def sync(self, is_first: bool = False) -> None:
-        """Update the mirror. A call is cheap enough for every few hundred milliseconds."""
+        """Update the mirror; cheap enough for a call every few hundred milliseconds. `is_first`
+        takes over the folders without waiting for SETTLED_S."""
         try:
             folders = {path.name for path in self.source.iterdir() if path.is_dir()}
         except OSError:  # the repository was moved or unmounted; each of its models reports that
@@ -446,7 +448,7 @@ class TritonLog:
         # without a port that another process has taken.
         self.service_problem = ""
         self._refused: dict[str, str] = {}  # model -> why Triton refused its newest edit
-        # True after the worker logged that it serves, until Triton logs its load.
+        # True after the worker logged that it serves, until Triton logs its load or refusal.
         self.is_load_pending = False
 
     def moved(self, length_bytes: int) -> None:
@@ -483,7 +485,7 @@ class TritonLog:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Triton loaded a model or refused to load it."""
+    """Triton loaded a model, or Triton or the mirror refused its config.pbtxt."""
 
     model: str
     reason: str = ""  # why the model was refused; "" if it was loaded

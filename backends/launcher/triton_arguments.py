@@ -2,7 +2,8 @@
 
 A client that registers shared memory with Triton can read and write the storage nodes' segments. A
 client that unloads models, traces or logs can end serving or fill a disk. These APIs therefore
-require the admin key. Health, metadata, configuration, inference and statistics stay open.
+require the admin key. Health and inference stay open, and on the frontend's Triton also metadata,
+configuration and statistics.
 
 Each launch makes a new key and keeps it in a file that only the operator can read. Triton accepts
 the key only as an argument. The key therefore protects against the network, but not against users
@@ -65,7 +66,7 @@ class AdminKey:
                 self._path.unlink()
 
     def for_clients(self, open_apis: Collection[str]) -> list[str]:
-        """The arguments of the frontend's Triton."""
+        """The restrictions of the frontend's Triton; [] if all APIs are open."""
         closed = [api for api in RESTRICTED_APIS if api not in open_apis]
         options = ("--http-restricted-api", "--grpc-restricted-protocol")
         return [f"{option}={self._rule(closed)}" for option in options if closed]
@@ -137,7 +138,7 @@ def listening(service: str, address: str) -> list[str]:
 
 
 def stage(triton: TritonInstall, folder: Path) -> Path:
-    """Fill `folder` with Triton's Python backend and our backends; returns `folder`."""
+    """Replace `folder` by Triton's Python backend and our backends; returns `folder`."""
     if folder.exists():
         shutil.rmtree(folder)
     python = folder / "python"

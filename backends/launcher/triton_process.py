@@ -179,7 +179,7 @@ class Triton:
         self._starts = 0
         self._crashes = 0  # crashes before the first readiness; 0 <= _crashes <= CRASHES_MAX
         self._loaded: set[str] = set()  # models that the newest incarnation loaded
-        self._with_process: set[str] = set()  # its models with a live process at the last look
+        self._with_process: set[str] = set()  # models that had a process at the last `supervise`
         self._loads: list[ModelLoad] = []
 
     def start(self) -> None:
@@ -228,7 +228,7 @@ class Triton:
         return self.child.pid if self.child is not None and self.child.is_alive else None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
-        """Copy edits to the mirror and restart what died; `alive`: the models with a process."""
+        """Copy edits to the mirror and restart what died. `alive`: models that have a process."""
         self.mirror.sync()
         if self.child is None:
             return []
@@ -322,7 +322,7 @@ class Triton:
 
 
 class WorkerTriton(Triton):
-    """A worker's Triton: started once its folder is complete, drained when it is removed."""
+    """A worker's Triton: started once the worker's folder is complete, drained once it is gone."""
 
     make_policy = GrowingPauses
 
@@ -361,7 +361,7 @@ class WorkerTriton(Triton):
         return False
 
     def drain(self, alive: set[str]) -> bool:
-        """Let the worker finish its requests, then end it. Call this until it returns True."""
+        """Let the worker finish its requests for DRAIN_S_MAX, then end it. Call until True."""
         now_s = time.monotonic()
         if self._draining_from_s is None:
             self._draining_from_s = now_s

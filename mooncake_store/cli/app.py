@@ -289,7 +289,7 @@ def check(
     directory: Directory = "",
     node: Annotated[str, typer.Option(help="Blocks of this node only.")] = "",
 ) -> None:
-    """Read every block in DRAM and compare its checksum; corrupt copies are removed."""
+    """Read up to 65536 blocks in each node's DRAM, verify them, and remove corrupt copies."""
     read = bad = 0
     with (
         shown_errors(),
@@ -348,7 +348,7 @@ def _holders_table(stats: DirectoryStats) -> Table:
 
 
 def _totals_table(stats: DirectoryStats) -> Table:
-    """The directory's counters since the start of its epoch."""
+    """The directory's state, and its counters since the start of its epoch."""
     table = _table("directory", ["", ""])
     hit = stats.hit_blocks / stats.lookup_blocks if stats.lookup_blocks else 0.0
     lines = {

@@ -1,4 +1,4 @@
-"""Parsing of command-line arguments, and the search for a directory: keys, sizes, addresses.
+"""Parsing of keys, sizes and node names on the command line, and the search for a directory.
 
 Every user may write to /tmp, so the name of a folder of sockets there proves nothing. Such a folder
 is used only if it belongs to this user and no other user can write to it.
@@ -23,16 +23,16 @@ from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 VARIABLE = "MOONCAKE_DIRECTORY"
 BYTES_MAX = 2**50
 NODE_NAME_BYTES_MAX = 40  # longest name of a storage node
-# Length of a folder of sockets: the longest socket name in it is that of a storage node.
+# Longest path of a folder of sockets. The longest socket name in it is that of a storage node.
 FOLDER_BYTES_MAX = PATH_BYTES_MAX - 1 - NODE_NAME_BYTES_MAX
 # Length of a launch's folder name: "mooncake-", a process id of 7 digits, and two random parts.
 LAUNCH_BYTES_MAX = 34
-SHORT_PLACE = Path("/tmp")
+SHORT_PLACE = Path("/tmp")  # parent of socket folders where $TMPDIR does not suit
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
-    """'512M', '1GiB', '1073741824' -> bytes. `option` is named in the error of a wrong size."""
+    """'512M', '1GiB', '1073741824' -> bytes. Errors (BadParameter) of the value name `option`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
@@ -96,7 +96,7 @@ def default_folder() -> Path:
 
 
 def distrust(folder: Path) -> str:
-    """The reason not to use this folder; "" when only this user can write to it."""
+    """The reason not to use this folder; "" if only this user can write to it. Raises OSError."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder"

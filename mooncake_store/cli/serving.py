@@ -43,7 +43,7 @@ def node_command(
     *options: str,
 ) -> list[str]:
     """Command of a storage node; `directory`, `control` and `events` are addresses. `ssd_bytes` 0:
-    no SSD. Blocks on the SSD outlive the process, so `ssd_folder` belongs to the node."""
+    no SSD. Else makes the folder `ssd_folder`/`node`, whose blocks outlive the process."""
     values = {
         "--node-id": node,
         "--directory": directory,
@@ -100,7 +100,7 @@ class StoreProcesses:
             child.wait_for_line("ready", START_S_MAX)
 
     def supervise(self) -> list[str]:
-        """Restart processes that exited; their names. ChildDied when that happens too often."""
+        """Restart processes that exited; returns their names. ChildDied if one exits too often."""
         for child in self.children:
             child.bound_log()
         return [child.name for child in self.children if child.supervise() is not None]

@@ -3,7 +3,7 @@
 Each connection has a thread, serves one request, and has a deadline as a whole. A client that sends
 nothing, or a byte now and then, therefore holds a thread only until the deadline. The number of
 connections is bounded, per address and in total. Beyond the bound, the oldest connection without a
-complete request is closed. A probe is therefore answered whatever other clients do.
+complete request is closed, else the oldest. A probe is therefore answered despite other clients.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A child writes to the file that it opened at its start, so the file cannot be renamed away. Instead
 the older part of the file is copied to `NAME.1` and removed from the front. On ext4 and xfs, Linux
-removes the front atomically (FALLOC_FL_COLLAPSE_RANGE), so no line is lost, even if the child
-crashes at that moment. On other file systems the file is truncated right after the copy, which
-loses lines written in the microseconds between the two.
+removes the front atomically (FALLOC_FL_COLLAPSE_RANGE), so a line between the two is not lost. On
+other file systems the file is truncated right after the copy, which loses lines written in the
+microseconds between the two. The previous `NAME.1` is replaced.
 
 Not here: when the size is checked (child_processes.py).
 """
@@ -48,10 +48,10 @@ class BoundedLog:
             with self.path.open("r+b") as log:
                 return self._shorten(log)
         except OSError:
-            return 0  # the folder is gone or its disk is full; the log grows until it is writable
+            return 0  # no folder or a full disk: the log grows until a later call succeeds
 
     def _shorten(self, log: BinaryIO) -> int:
-        """Collapse whole blocks of the file system; the file must keep at least one byte."""
+        """Collapse whole blocks of the file system and keep at least one byte, else truncate."""
         stat = os.fstat(log.fileno())
         block_bytes = max(stat.st_blksize, os.fstatvfs(log.fileno()).f_bsize)
         if (whole_bytes := (stat.st_size - 1) // block_bytes * block_bytes) <= 0:

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from mooncake_store.process.bounded_log import LOG_BYTES_MAX, BoundedLog
 
-RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0  # at most so many restarts in so many seconds
+RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0  # restarts without a pause, and their period in s
 PAUSE_S_MAX = 60.0  # longest pause before a restart
 
 # This program requests SIGTERM at the launcher's death (prctl 1 is PR_SET_PDEATHSIG), then executes
@@ -59,8 +59,8 @@ class LimitedRestarts:
 
 @dataclass(slots=True)
 class GrowingPauses:
-    """Always restarts, with pauses that double up to PAUSE_S_MAX while lives are short. For one of
-    several similar processes, whose failure must not end the others."""
+    """Always restarts: RESTARTS_MAX short lives at once, then with pauses that double to
+    PAUSE_S_MAX. For one of several similar processes, whose failure must not end the others."""
 
     _short_lives: int = 0
 
@@ -88,7 +88,7 @@ class ChildProcess:
         policy: RestartPolicy | None = None,
         log_bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
-        """`command` is called at each start, because ports may change."""
+        """Starts the process. `command` is called at each start, because ports may change."""
         self.name = name
         self.log_path = log_path
         self._log = BoundedLog(log_path, log_bytes_max)
@@ -178,7 +178,7 @@ class ChildProcess:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """Kill the process group; `supervise` may start the child again."""
+        """Kill the process group and wait; a later `supervise` starts the child again."""
         self._kill_group()
         self._process.wait()
 

@@ -22,8 +22,8 @@ OF_A_REQUEST = ("request_id", "trace_id")  # fields in `extra` of a log call
 def start_logging(
     text_format: str, level: int | str = logging.INFO, is_forced: bool = False
 ) -> None:
-    """Log to stderr, which the launcher redirects to a file, in `text_format` or as JSON.
-    `is_forced` removes handlers that were set earlier in this process."""
+    """Log to stderr, which the launcher redirects to a file, in `text_format` or as JSON. If this
+    process has handlers already, `is_forced` replaces them; else this call changes nothing."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = os.environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonLines() if is_json else logging.Formatter(text_format))

@@ -22,7 +22,7 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class PortTaken(StoreError):
-    """The address of the metrics page is taken; the message names the option to change."""
+    """The address of the metrics page cannot be used; the message names the option to change."""
 
 
 class MetricsPage:

@@ -2,7 +2,7 @@
 
 Off by default: the check takes time under the lock of the checked state, and an exit ends all
 requests of the process. `mooncake serve --self-check` enables it, as the end-to-end tests and the
-leak test do. There a violation must not continue as a wrong number elsewhere.
+leak test do.
 """
 
 from __future__ import annotations
