@@ -32,7 +32,7 @@ from backends.frontend.inputs import (
 from backends.text.text_stream import new_text
 from backends.text.tokenizer import Tokenizer
 
-PARAMETER_BYTES_MAX = 256
+PARAMETER_CHARACTERS_MAX = 256
 PRIORITY_MAX = 2**31 - 1
 TIMEOUT_MS_MAX = 24 * 3600 * 1000
 STREAM_INTERVAL_MAX = 2**20
@@ -61,8 +61,8 @@ class ClientRequest:
     is_paced: bool  # True: the client set no interval, so a response may carry more tokens
     wants_decision: bool
     includes_prompt: bool
-    cache_salt: str
-    priority: int
+    cache_salt: str  # parameter `tenant`; the principal's salt replaces it with API keys
+    priority: int  # parameter `request_priority`; 0: default
     prefill_worker: str  # "": any
     decode_worker: str  # "": any
     describe: bool
@@ -244,7 +244,7 @@ class _Options:
             )
         self.prefill_worker = self._text("prefill_worker")
         self.decode_worker = self._text("decode_worker")
-        self.describe = self._flag("describe")  # the value "cluster" was handled before
+        self.describe = self._flag("describe")  # Frontend.submit handles the values with a verb
 
     def _integer(self, name: str, absolute_max: int) -> int:
         value = self._parameters.get(name, 0)
@@ -258,8 +258,8 @@ class _Options:
     def _text(self, name: str) -> str:
         value = self._parameters.get(name, "")
         text, problem = as_text(f"parameter {name}", value)
-        if not problem and len(value) > PARAMETER_BYTES_MAX:
-            problem = f"parameter {name} is longer than {PARAMETER_BYTES_MAX}; shorten it"
+        if not problem and len(value) > PARAMETER_CHARACTERS_MAX:
+            problem = f"parameter {name} is longer than {PARAMETER_CHARACTERS_MAX}; shorten it"
         self._reader.problems += [problem] if problem else []
         return text or ""
 

@@ -5,16 +5,16 @@ The format is that of the published traces, which `mooncake replay`, `simulate` 
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
 
 `timestamp` counts from the start of the recorder. `output_length` counts tokens sent to the client;
-it is 0 for a rejected request. A hash id names a block of 512 tokens and all tokens before it; the
-last block may be shorter. Ids are keyed hashes, with a key of 32 random bytes that is never
-written. So texts cannot be tried against a recording, and two recordings share no ids. Tenants with
-different cache salts share no ids, as they share no KV.
+it is 0 for a request that ended before its first token. A hash id names a block of 512 tokens and
+all tokens before it; the last block may be shorter. Ids are keyed hashes, with a key of 32 random
+bytes that is never written. So texts cannot be tried against a recording, and two recordings share
+no ids. Tenants with different cache salts share no ids, as they share no KV.
 
 A request only appends to a bounded queue, which a thread writes. While the disk is slow, full or
 gone, requests are dropped and counted. Each line is one write. So a frontend that is killed leaves
 at most one partial line, which the next recorder of the folder cuts off. Writers lock their files,
 so several frontends can share a folder. When the folder is too large, the oldest files without a
-writer are deleted.
+writer are deleted; on a file system without locks, none are.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class SaltedBlocks:
 class TraceFiles:
     """The files of one recorder in a folder. Not thread-safe.
 
-    Every method may raise OSError and can be called again afterwards.
+    Every method may raise OSError and can be called again afterwards. `append` after `close` opens
+    a new file.
     """
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
@@ -92,7 +93,7 @@ class TraceFiles:
         self._fd: int | None = self._opened()
 
     def append(self, line: bytes) -> None:
-        """Write the whole line or nothing."""
+        """Write the whole line. After an OSError, a part stays only if it cannot be cut off."""
         if self._fd is None or (self._size and self._size + len(line) > self._file_bytes_max):
             self.close()
             self._prune(len(line))
@@ -150,7 +151,7 @@ class TraceFiles:
             raise
 
     def _prune(self, coming_bytes: int) -> None:
-        """Delete the oldest files without a writer, until there is room for one more file."""
+        """Delete the oldest files without a writer, until one more file fits or none is left."""
         found = []
         for path in self._folder.glob(NAMES):
             with contextlib.suppress(FileNotFoundError):  # another recorder was faster
@@ -181,7 +182,7 @@ class TraceFiles:
 
 @contextlib.contextmanager
 def _unwritten(path: Path) -> Iterator[int | None]:
-    """The descriptor of the locked file; None if a recorder writes it, or if it is gone."""
+    """The descriptor of the file, locked; None if a recorder writes it, or it cannot be locked."""
     try:
         fd = os.open(path, os.O_RDWR)
     except OSError:
@@ -198,7 +199,7 @@ def _unwritten(path: Path) -> Iterator[int | None]:
 
 
 class TrafficRecorder:
-    """Thread-safe. `written` and `dropped` count requests."""
+    """Records in a thread of its own. `written` and `dropped` count requests. Thread-safe."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         """Raises ConfigError if the folder cannot be written."""
@@ -220,14 +221,14 @@ class TrafficRecorder:
         log.info("traffic is recorded in %s", folder)
 
     def note(self, request: EndedRequest) -> None:
-        """Never waits and never fails."""
+        """Queue the request, or count it as dropped. Never waits for the disk, never raises."""
         try:
             self._waiting.put_nowait(request)
         except queue.Full:
             self._drop("the disk is too slow")
 
     def close(self) -> None:
-        """Write the waiting requests, within CLOSE_S_MAX."""
+        """Write the waiting requests. Waits at most 2 * CLOSE_S_MAX."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S_MAX)
         self._thread.join(CLOSE_S_MAX)

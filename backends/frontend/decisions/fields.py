@@ -8,7 +8,7 @@ The `decision` output of a request:
     predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
     second_fetch_node          predicted sources of the prefix
     queue_order, place_s       order of the queue; queue order key minus decision time, in seconds
-    candidates                 the pairs considered, best first, each with its terms and a verdict:
+    candidates                 the best pairs, chosen first, each with its terms and a verdict:
                                chosen, slower, or why it would have been rejected
     candidates_left_out        number of further pairs
     advice                     advisory mode: the rejection that was not carried out
@@ -22,7 +22,7 @@ The `decision` output of a request:
 The state of the cluster, for the parameter `describe` with the value `cluster`:
 
     served                     block_tokens, context_tokens_max; null without workers
-    limits                     ttft_slo_s, tbt_slo_s; 0: none
+    limits                     ttft_slo_s, tbt_slo_s; both above 0
     workers                    each with its load as routing uses it, and why it takes no requests
     hot_prefixes               hottest first: hash, blocks, hits per second, leading blocks by node
     decisions                  the latest, newest first
@@ -69,7 +69,7 @@ def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]
 
 
 def reject_fields(rejected: Reject, config: ConductorConfig) -> dict[str, object]:
-    """Fields of a rejection, for its span."""
+    """Fields of a rejection, for its span and for the list of the latest decisions."""
     return {
         "policy": config.policy,
         "admission": config.admission,

@@ -1,4 +1,4 @@
-"""The latest decisions of a frontend, with their terms and outcomes. Numbers and hashes only.
+"""The latest decisions of a frontend, with their terms and outcomes. Without any prompt.
 
 A bounded ring, written at each decision. Listing the other pairs costs time. So they are listed for
 a client that requests them (`return_decision`), and otherwise for one decision every
@@ -40,9 +40,9 @@ class DecisionRecord:
     prefix: str  # short hash of the last whole block and all before it; "" without a whole block
     decision: Decided | Reject
     explained: Explanation  # with at most CANDIDATES_MAX pairs
-    cached_tokens: int | None = None  # None until prefill has ended, as the next two
+    cached_tokens: int | None = None  # None until prefill replies; the next two are 0.0 until then
     prefill_s: float = 0.0  # seconds of prefill computation
-    first_token_s: float = 0.0  # seconds from the decision to the first token
+    first_token_s: float = 0.0  # seconds from the decision to the prefill reply
 
 
 class LatestDecisions:
@@ -52,7 +52,7 @@ class LatestDecisions:
         self._explained_s = float("-inf")
 
     def wants_candidates(self, now_s: float) -> bool:
-        """Whether to list the pairs of the next decision; True at most every EXPLAIN_EVERY_S."""
+        """Whether to list the pairs of the next decision; True once every EXPLAIN_EVERY_S."""
         with self._lock:
             if now_s - self._explained_s < EXPLAIN_EVERY_S:
                 return False
