@@ -1,9 +1,9 @@
 """Calibration: measures the duration of an engine's steps for the machine profile.
 
-Points are measured in rounds, cheapest first, until each has `REPEATS` samples or the time budget
-is spent. The result is the median of a point's samples, which ignores outliers. Points beyond the
-engine's context or free pages are left out, and so are points without budget, except the cheapest
-POINTS_MIN.
+Each point is computed once as a warm-up, then measured in rounds, cheapest first, until it has
+`REPEATS` samples or the time budget is spent. The result is the median of a point's samples. Points
+beyond the engine's context or free pages are left out. So are points without budget, except the
+cheapest POINTS_MIN. The steps overwrite free pages; at least one page must be free.
 
 Not here: the formula that is fitted to the samples (conductor/estimates/estimates.py).
 """

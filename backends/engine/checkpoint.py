@@ -4,10 +4,10 @@ A safetensors file consists of eight bytes (length of the header), a JSON header
 shape, range of bytes) and the data. Headers are read and checked without mapping the file, so a
 truncated file is an error at the start and not a SIGBUS in service.
 
-`weights_id` must change with the weights and must be cheap for 100 GB. It is a hash of every
-tensor's name, dtype, shape and content. Checkpoints above `HASHED_BYTES_MAX` are hashed by evenly
-spaced samples of each tensor. Training or merging changes all samples and is detected. An edit of
-single numbers between the samples is not. The cut of the checkpoint into files does not matter.
+`weights_id` must change with the weights and must be cheap for 100 GB. It is a hash of the config
+and of every tensor's name, dtype, shape and content. Above `HASHED_BYTES_MAX` only evenly spaced
+samples of each large tensor are hashed. Training or merging changes whole tensors and is detected.
+An edit of single numbers between the samples is not. The cut into files does not matter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from backends.engine.model_config import CheckpointError, read_json
 
 SCALAR_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors format
-HASHED_BYTES_MAX = 256 * 1024**2
+HASHED_BYTES_MAX = 256 * 1024**2  # size of a checkpoint whose tensors are hashed completely
 SAMPLES_PER_TENSOR = 16
 SAMPLE_BYTES = 4096
 
@@ -43,7 +43,7 @@ SINGLE_NAME = "model.safetensors"
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     path: Path
-    dtype: str  # a key of SCALAR_BYTES
+    dtype: str  # as in the header; the engine reads only the keys of SCALAR_BYTES
     shape: tuple[int, ...]
     offset_bytes: int  # in the file
     size_bytes: int
@@ -55,7 +55,7 @@ class Checkpoint:
 
     folder: Path
     entries: Mapping[str, TensorEntry]
-    stale: Sequence[str] = ()  # tensors that the index excludes: "NAME in FILE", "all of FILE"
+    stale: Sequence[str] = ()  # tensors not read: "NAME in FILE" (another copy), "all of FILE"
 
     @classmethod
     def open(cls, checkpoint_dir: str | Path) -> Checkpoint:
@@ -83,7 +83,7 @@ class Checkpoint:
         """Problems of these tensors: missing, wrong, or present but not in `shapes`.
 
         A bias or layer that config.json does not mention would otherwise be ignored silently. Other
-        tensors are allowed if their name has one of the optional suffixes or prefixes.
+        tensors may have an optional suffix or prefix, or a name without any of OWN_PREFIXES.
         """
         found = []
         for name, shape in shapes.items():
@@ -108,7 +108,7 @@ class Checkpoint:
         optional_suffixes: tuple[str, ...] = (),
         optional_prefixes: tuple[str, ...] = (),
     ) -> list[str]:
-        """Names of the tensors that are neither in `shapes` nor optional, sorted."""
+        """Names of the tensors that are neither in `shapes`, optional nor computed; sorted."""
         known = (COMPUTED_SUFFIX, *optional_suffixes)
         return [
             name
@@ -157,7 +157,7 @@ def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
 
 
 def _weight_map(folder: Path, found: list[str]) -> dict[str, str] | None:
-    """Tensor -> file from the index. None: there is no index."""
+    """Tensor -> file from the index. None: there is no index. {}: it is unusable, see `found`."""
     if not (folder / INDEX_NAME).exists():
         return None
     index = read_json(folder / INDEX_NAME, found)
@@ -171,7 +171,7 @@ def _weight_map(folder: Path, found: list[str]) -> dict[str, str] | None:
 
 
 def _file_names(folder: Path, weight_map: Mapping[str, str] | None, found: list[str]) -> list[str]:
-    """The safetensors files of this folder, from the index if there is one."""
+    """The safetensors files to read: the index's that exist, or SINGLE_NAME. May be empty."""
     if not folder.is_dir():
         found.append("there is no such folder")
         return []
@@ -202,7 +202,7 @@ def _chosen(
 ) -> tuple[dict[str, TensorEntry], list[str]]:
     """(tensors, each from the file that the index names; names of other copies).
 
-    A tensor that the index does not name is taken if only one file has it.
+    A tensor that the index does not name is taken if only one of the files has it.
     """
     files: dict[str, list[str]] = {}
     for file, header in headers.items():
@@ -224,7 +224,7 @@ def _chosen(
 
 
 def _read_header(path: Path, found: list[str]) -> dict[str, TensorEntry]:
-    """The tensors of one file. Problems are appended to `found`."""
+    """The tensors of one file. {} after a problem, which is appended to `found`."""
     try:
         file_bytes = os.path.getsize(path)
         with path.open("rb") as file:

@@ -50,13 +50,13 @@ class ServingEngine(Protocol):
     tp_shape: str  # distribution of KV over ranks and pages, for the fingerprint
     pages: PagePool
     # uint8; page p is kv_pool[p * page_bytes : (p + 1) * page_bytes], see layout.PageLayout.
-    # On a GPU this is the pinned host mirror of the pages, see import_pages and export_pages.
+    # On a GPU this is host memory: a pinned mirror of the pages, or TrtllmEngine's staging pool.
     kv_pool: NDArray[np.uint8]
 
     def import_pages(self, pages: Sequence[int]) -> None:
-        """The caller has written these pages of `kv_pool`. Call it before a step reads them.
+        """Copy these pages from `kv_pool` to the device, before a step reads them. From any thread.
 
-        A copy to the device; free on a CPU, where the pool is the engine's own memory.
+        Does nothing on a CPU, whose pool is the engine's memory, and in TrtllmEngine.
         """
         ...
 
@@ -64,7 +64,7 @@ class ServingEngine(Protocol):
         """Update these pages of `kv_pool` before the caller reads them. From any thread.
 
         No step may compute in the parts of the pages that are read. Not needed for layers that
-        `on_layer` announced. Free on a CPU.
+        `on_layer` announced. Does nothing where `import_pages` does nothing.
         """
         ...
 
@@ -72,7 +72,7 @@ class ServingEngine(Protocol):
 
 
 class Engine(ServingEngine, Protocol):
-    """An engine that computes step by step. Calls come from one thread at a time."""
+    """An engine that computes step by step. Only one thread at a time calls its steps."""
 
     eos_token_ids: tuple[int, ...]
     rings: RingLayout | None  # layer ring buffers; None: the engine is no LayerEngine
@@ -82,8 +82,8 @@ class Engine(ServingEngine, Protocol):
     ) -> NDArray[np.float32]:
         """float32 logits [len(batch), vocabulary] of the last token of each sequence.
 
-        `on_layer(l)` is called, in order of layers, as soon as the KV of layer l of *all* sequences
-        is in `kv_pool`. Later layers may still be in computation.
+        `on_layer(l)` is called, in order of layers, when the KV of layer l of *all* sequences is in
+        `kv_pool`: before `forward` returns, while later layers may still be in computation.
         """
         ...
 
@@ -95,8 +95,8 @@ class LayerPassing(Protocol):
         """Compute these tokens in this layer. Then their KV is in the ring buffers and `kv_pool`.
 
         The KV of the tokens before them in this layer is computed or loaded. Layers are computed in
-        order, with the same chunks in each. Returns the logits of the last of these tokens in the
-        last layer, else None.
+        order, with the same chunks in each. In the last layer it returns logits [vocabulary] of the
+        last of these tokens, else None.
         """
         ...
 
@@ -111,5 +111,5 @@ class LayerEngine(Engine, Protocol):
         ...
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None:
-        """As `import_pages`, for one layer in these ring buffers."""
+        """As `import_pages`, for one layer of the model in these ring buffers."""
         ...

@@ -2,8 +2,9 @@
 
 Supports Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (Kimi K2 is one), with the keys of
 transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`). Features that the engine
-cannot compute exactly are rejected by name, never ignored. All problems of a checkpoint are in one
-`CheckpointError`. Loads no torch, because `mooncake config` reads config.json too.
+cannot compute exactly are rejected by name, never ignored. One `CheckpointError` has all problems.
+Exception: the keys of an unknown architecture are not checked. Loads no torch, because `mooncake
+config` uses this module.
 
 Not here: the tensors (checkpoint.py), the computation of RoPE (rope.py).
 """
@@ -33,14 +34,14 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. Fields with `freq` in the name are for `llama3`, with `beta` for `yarn`."""
+    """Rotary embedding. `llama3` alone uses fields with `freq`, `yarn` alone those with `beta`."""
 
     theta: float
     type: str = "default"
-    factor: float = 1.0
+    factor: float = 1.0  # by which positions are stretched
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_context_tokens: int = 0
+    original_context_tokens: int = 0  # > 0 for `llama3` and `yarn`
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     table_factor: float = 1.0  # factor of cosines and sines
@@ -91,7 +92,7 @@ class ModelConfig:
     heads: int
     kv_heads: int
     head_dim: int
-    intermediate: int
+    intermediate: int  # inner width of a dense feed-forward
     vocabulary_tokens: int
     context_tokens_max: int
     norm_epsilon: float
@@ -102,7 +103,7 @@ class ModelConfig:
     has_mlp_bias: bool
     has_qk_norm: bool
     eos_token_ids: tuple[int, ...]
-    # The checkpoint requests fp8 KV. Not in repr, which is hashed: the layout has KV's dtype.
+    # The checkpoint requests fp8 KV. Not in repr, which is hashed: the layout has the dtype of KV.
     is_kv_fp8: bool = field(default=False, repr=False)
     latent: LatentConfig | None = None  # if set, kv_heads is 1 and head_dim is `latent.row`
     experts: ExpertsConfig | None = None
@@ -129,7 +130,7 @@ class ModelConfig:
         return LayerRange(first, first + share + (stage < larger))
 
     def kv_dtype(self, asked: str, dtype: str) -> str:
-        """The dtype of KV in pages; `asked` is "auto" or "fp8"."""
+        """The dtype of KV in pages. `asked`: "auto" or "fp8"; `dtype`: of computation."""
         return "fp8" if asked == "fp8" or self.is_kv_fp8 else dtype
 
     def layout(self, dtype: str, block_tokens: int) -> KvLayout:
@@ -161,8 +162,8 @@ def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
 def quantised_kv(folder: Path) -> str | None:
     """The checkpoint's quantisation of KV in lower case; None: it has none.
 
-    Read from the same keys as in vLLM and TensorRT-LLM: kv_cache_scheme (llm-compressor) or
-    kv_cache_quant_algo (ModelOpt), in config.json or hf_quant_config.json.
+    The keys are those of vLLM and TensorRT-LLM: kv_cache_quant_algo (ModelOpt) in
+    hf_quant_config.json or config.json, else kv_cache_scheme (llm-compressor) in config.json.
     """
     beside = read_json(folder / "hf_quant_config.json", []) or {}
     inline = (read_json(folder / "config.json", []) or {}).get("quantization_config") or {}
@@ -184,7 +185,7 @@ def quantised_kv(folder: Path) -> str | None:
 
 
 def _has_quantised_weights(quantization: Any) -> bool:
-    """False if only KV is quantised: there is no group of weights and no algorithm for weights."""
+    """False only if a known method quantises nothing but KV, without an algorithm for weights."""
     if not isinstance(quantization, Mapping):
         return bool(quantization)
     groups = quantization.get("config_groups") or {}
@@ -218,7 +219,7 @@ def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads typed values of a JSON object and collects problems in `found`."""
+    """Reads typed values. For a wrong one it adds to `found` and returns a placeholder."""
 
     raw: Mapping[str, Any]
     found: list[str]
@@ -246,7 +247,7 @@ class _Reader:
         value = self.raw.get(key)
         if value is None:
             return default
-        if value is not None and not isinstance(value, bool):
+        if not isinstance(value, bool):
             self.found.append(f"config.json: {key} must be true or false, is {value!r}")
         return bool(value)
 
@@ -420,7 +421,7 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
 
 
 def _magnitude(read: _Reader, key: str, factor: float) -> float:
-    """YaRN's mscale: factor of attention scores that compensates for stretched positions."""
+    """A factor of YaRN from the key mscale or mscale_all_dim; 1 without the key or stretching."""
     if not read.raw.get(key) or factor <= 1:
         return 1.0
     return 0.1 * read.number(key) * math.log(factor) + 1.0
@@ -463,7 +464,7 @@ SHOWN_MAX = 20  # problems in a message; a wrong number of layers causes hundred
 
 
 class CheckpointError(Exception):
-    """`problems` has all problems of a checkpoint, the message only the first SHOWN_MAX."""
+    """`problems` has all problems that one check found, the message only the first SHOWN_MAX."""
 
     def __init__(self, folder: str | Path, problems: Sequence[str]) -> None:
         assert problems, "an error without a problem"

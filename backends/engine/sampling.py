@@ -12,9 +12,9 @@ them:
    a negative one multiplied (transformers, vLLM).
 2. frequency_penalty, presence_penalty: for tokens of the *output* only. Minus frequency x count,
    and minus presence if the token occurred (OpenAI, vLLM; not in transformers).
-3. min_tokens: end ids are impossible before this many output tokens. (The decode worker matches
-   stop words on the text, and ignores them as long.) Tokens that the grammar matcher (of a JSON
-   schema) does not allow are impossible too.
+3. min_tokens: end ids are impossible before this many output tokens. (text_stream.py ignores stop
+   words that end within these tokens.) Tokens that the grammar matcher (of a JSON schema) does not
+   allow are impossible too.
 4. Greedy if temperature is 0 or top_k is 1: the largest logit, the lowest id among equal ones.
 5. temperature, top_k (0: off), top_p, min_p, in this order. Among equal logits at a cut the lower
    ids stay. vLLM applies min_p before top_p; the kept set differs only if both are set.
@@ -37,7 +37,7 @@ from backends.token_logprobs import TokenLogprobs, token_logprobs
 Integers = NDArray[np.int64]
 Floats = NDArray[Any]  # float32 or float64
 
-CANDIDATES_FEW = 1024  # top_p sorts this many tokens first; sorting a whole vocabulary takes 10 ms
+CANDIDATES_FEW = 1024  # tokens that top_p sorts first; sorting a whole vocabulary takes 10 ms
 
 
 class Guide(Protocol):
@@ -60,10 +60,10 @@ class Drawn(NamedTuple):
 def largest_rows(
     logits: Floats, asked: Sequence[tuple[SamplingParams, int, Guide | None]]
 ) -> list[int] | None:
-    """The result of `draw` for each row of logits [rows, vocabulary], in one pass.
+    """The token ids that `draw` would sample for the rows of logits [rows, vocabulary].
 
-    `asked`: (params, position, grammar matcher) of each row. None if a row needs more than its
-    largest logit.
+    `asked`: (params, position, grammar matcher) of each row. None if any row needs more than its
+    largest logit: a random number, a penalty, a grammar matcher, logprobs or min_tokens.
     """
     if not all(_is_largest(*each) for each in asked):
         return None
@@ -88,8 +88,8 @@ def draw(
     output_ids: Sequence[int],
     guide: Guide | None = None,
 ) -> Drawn:
-    """Sample a token that the grammar matcher allows, and advance the matcher. With logprobs if the
-    request wants them."""
+    """`sample`, with logprobs if the request wants them. Advances a grammar matcher by the token;
+    the matcher may raise InvalidRequest."""
     allowed = None if guide is None else guide.allowed()
     token_id = sample(logits, params, position, prompt_ids, output_ids, allowed)
     if guide is not None:
@@ -131,7 +131,7 @@ def sample(
 
 def uniform(seed: int, position: int) -> float:
     """The random number of this position, in [0, 1)."""
-    # The position is the second word, because the generator itself counts in the first.
+    # The position is the counter's second word: the generator increments the first.
     bits = int(np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw())
     return (bits >> 11) * 2.0**-53
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
 
 SEED_MAX = 2**64 - 1
-TEMPERATURE_MAX = 100.0  # beyond it every token is equally likely to six digits
+TEMPERATURE_MAX = 100.0  # there, a logit larger by 10 makes a token only 1.1 times as likely
 PENALTY_MAX = 2.0  # presence and frequency, as in OpenAI's interface
 REPETITION_PENALTY_MIN = 0.01
 REPETITION_PENALTY_MAX = 100.0
@@ -34,7 +34,7 @@ class SamplingLimits:
     vocabulary_tokens: int
 
     @property
-    def output_tokens_max(self) -> int:
+    def output_tokens_max(self) -> int:  # <= 0 if the prompt fills the context
         return self.context_tokens_max - self.prompt_tokens
 
 
@@ -51,8 +51,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int = 0
-    end_ids: tuple[int, ...] = ()
+    seed: int = 0  # 0 is a seed like any other
+    end_ids: tuple[int, ...] = ()  # token ids that end the output; (): none
     stop_words: tuple[str, ...] = ()
     # Logprobs of each token and of this many best tokens; NO_LOGPROBS: no logprobs.
     top_logprobs: int = NO_LOGPROBS

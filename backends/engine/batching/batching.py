@@ -4,7 +4,7 @@ States of a request:
 
     waiting    in a bounded queue, the least order key first
     admitted   owns a slot and *all* pages that it can ever need
-    started    its cached or handed-over KV is in its pages; it takes part in steps
+    started    takes part in steps; its KV is in its pages, or is loaded layer by layer
     removed
 
 All pages are reserved at admission, so a running request never runs out of pages. The conductor's
@@ -23,17 +23,17 @@ that the block can be handed over at once. While an earlier prompt is still bein
 short: the earlier prompt has to wait for the end of the step.
 
 Layer-wise prefill (layer_passes.py): a prompt longer than a step goes through the layers one by
-one, in layer ring buffers instead of pages. Other prompts overtake it between two chunks of a
-layer. The batching skips it while its next layer is not loaded. It is admitted when at most
-LAYERWISE_AHEAD_MAX unfinished layer-wise prompts are before it: later prompts need their pages
-later. Exception: a prompt of at most WHOLE_STEPS_MAX steps, of which at most one is new, is
-prefilled in chunks. It has little to load while it computes, and can share its step.
+one, in layer ring buffers instead of pages. Other prompts overtake it between its steps. The
+batching skips it while its next layer is not loaded or has no free room in the ring buffers. It is
+admitted when at most LAYERWISE_AHEAD_MAX unfinished layer-wise prompts are before it: later prompts
+need their pages later. Exception: a prompt of at most WHOLE_STEPS_MAX steps, of which at most one
+is new, is prefilled in chunks if the pool has so many pages. It can share its step.
 
 Decode: one token of every started request in each step, first come, first served. One level of
 priority equals PRIORITY_S of waiting. If the head of the queue lacks pages or a slot, later running
 requests are preempted, the last one first. Their KV goes to the store, and they wait at their old
-queue positions. Positions are one total order that never changes, so two requests can never preempt
-each other in turn.
+queue positions. Positions are one total order, fixed once the priority is known, so two requests
+can never preempt each other in turn.
 
 Not here: page memory (kv_memory.py), when to reject (conductor).
 """
@@ -56,7 +56,7 @@ LAYERWISE_AHEAD_MAX = 1  # one prompt is computed while the next one is loaded
 # many as the ring buffers of a prompt that is this many times as long.
 WHOLE_STEPS_MAX = 4
 
-PRIORITY_S = 10.0
+PRIORITY_S = 10.0  # seconds of waiting that equal one level of priority
 
 QueuePosition = tuple[float, int, str]  # (order key in s, arrival number, request id); least first
 
@@ -74,7 +74,7 @@ class Chunk:
     request_id: str
     start: int
     tokens: int
-    is_last: bool
+    is_last: bool  # the chunk ends with the prompt's last token
     layer: int = -1  # the only layer to compute; -1: all layers
 
 
@@ -149,7 +149,7 @@ class Admission:
 
     @property
     def has_room(self) -> bool:
-        """Another request may be added."""
+        """Another request may be added; one with `is_resumed` always may."""
         return len(self._waiting) - len(self._resumed) < self._waiting_max
 
     def is_waiting(self, request_id: str) -> bool:
@@ -183,7 +183,7 @@ class Admission:
         return None
 
     def admit(self, at_most: int | None = None) -> list[Admitted]:
-        """Give slots and pages to requests, from the head of the queue until one does not fit."""
+        """Admit at most so many requests, from the head of the queue until one does not fit."""
         admitted: list[Admitted] = []
         while len(self._pages) < self._slots_max and len(admitted) != at_most:
             request_id = self._head()
@@ -202,8 +202,8 @@ class Admission:
     def remove(self, request_id: str) -> list[int]:
         """Forget a waiting or admitted request and free its slot at once.
 
-        Returns its pages. The caller releases them to the pool when no transfer reads or writes
-        them any more.
+        Returns its pages, [] for a waiting request. The caller releases them to the pool when no
+        transfer reads or writes them any more.
         """
         del self._positions[request_id]
         self._resumed.discard(request_id)
@@ -313,14 +313,14 @@ class PrefillBatching(Admission):
         insort(self._order, self._positions[request_id])
 
     def stop(self, request_id: str) -> None:
-        """Discard the computed tokens of a started prompt. It keeps its pages and starts again."""
+        """Discard the computed tokens of a started prompt. It keeps its pages; `start` it again."""
         progress = self._started.pop(request_id)
         self._passes.pop(request_id, None)
         self.queue_tokens += progress.computed_tokens
         del self._order[bisect_left(self._order, self._positions[request_id])]
 
     def next_step(self) -> list[Chunk]:
-        """The chunks to compute now; changes nothing. Layer-wise chunks are all of one prompt."""
+        """The chunks to compute now; may be empty. Layer-wise chunks are all of one prompt."""
         ready = [
             self._started[request_id]
             for _, _, request_id in self._order
@@ -342,7 +342,7 @@ class PrefillBatching(Admission):
         )
 
     def _is_loading_before(self, request_id: str | None) -> bool:
-        """An admitted prompt is before this one, the first computable one, and still lacks KV."""
+        """An admitted prompt before this one, the first computable one, loads or stores KV."""
         if request_id is None or len(self._pages) == len(self._started) - len(self._passes):
             return False
         first = self._positions[request_id]
@@ -418,7 +418,7 @@ class PrefillBatching(Admission):
         self._passes[request_id].loaded += 1
 
     def layer_stored(self, request_id: str) -> None:
-        """The KV of the request's next layer is in the store."""
+        """The KV of the request's next layer is in the store. No effect unless it is started."""
         if (of_layers := self._passes.get(request_id)) is not None:
             of_layers.stored += 1
 
@@ -456,8 +456,8 @@ class DecodeBatching(Admission):
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         self._tokens_max: dict[str, int] = {}  # request -> prompt tokens + largest output tokens
         self._started: dict[str, int] = {}  # request -> its tokens so far; in order of start
-        self._saving: dict[str, int] = {}  # preempted request -> its pages not yet released
-        self.context_tokens = 0  # KV tokens that the next step reads: of all started requests
+        self._saving: dict[str, int] = {}  # preempted request -> number of pages it still holds
+        self.context_tokens = 0  # prompt and output tokens of all started requests
 
     @property
     def running(self) -> int:
@@ -482,14 +482,14 @@ class DecodeBatching(Admission):
         return True
 
     def start(self, request_id: str, tokens: int) -> None:
-        """Join the batch with `tokens` prompt and output tokens, whose KV is in the pages."""
+        """Join the batch with `tokens` prompt and output tokens: all but the newest have KV."""
         assert request_id in self._pages and request_id not in self._started, request_id
         assert 0 < tokens <= self._tokens_max[request_id], (tokens, self._tokens_max[request_id])
         self._started[request_id] = tokens
         self.context_tokens += tokens
 
     def prioritise(self, request_id: str, priority: int) -> None:
-        """Set the priority of a request that was added before its priority was received."""
+        """Move a request by its priority, not 0. Call it once, before the request starts."""
         arrived_s, added, _ = self._positions[request_id]
         order_key_s = arrived_s - priority * PRIORITY_S
         self._positions[request_id] = position = (order_key_s, added, request_id)
@@ -499,7 +499,8 @@ class DecodeBatching(Admission):
     def to_preempt(self) -> list[str]:
         """The running requests to preempt so that the head of the queue fits, the last one first.
 
-        Empty if the head fits when pages in saving are released, or would not fit after preemption.
+        Empty if none waits, if the head fits when pages in saving are released, or if it would not
+        fit after preemption.
         """
         head = self._head()
         if head is None or head in self._saving:
@@ -517,7 +518,7 @@ class DecodeBatching(Admission):
         return chosen if lacking <= 0 else []
 
     def preempt(self, request_id: str) -> list[int]:
-        """Queue a running request again. Returns its pages, which stay its own until `saved`."""
+        """Queue a running request again. Returns its pages, to release after their KV is saved."""
         pages = self._pages.pop(request_id)
         self.context_tokens -= self._started.pop(request_id)
         self._saving[request_id] = len(pages)

@@ -3,8 +3,8 @@
 A layer's KV has to be in GPU memory from its load or computation until it is computed and stored.
 So a prompt needs at most three of its layers at a time: one in loading, one in computation, one in
 storing. For each block it takes a *layer ring buffer* instead of a page: room for LAYERS_AT_ONCE
-consecutive layers of the block. Layer l overwrites layer l - LAYERS_AT_ONCE. Several ring buffers
-fit into a page, so the prompt needs a fraction of the pages.
+consecutive layers of the block. Layer l overwrites layer l - LAYERS_AT_ONCE. If several ring
+buffers fit into a page, the prompt needs a fraction of the pages; else one page for each block.
 
 A ring buffer is a page of the same memory, seen as pages of LAYERS_AT_ONCE layers. The engine
 computes in ring buffers as it does in pages.
@@ -24,7 +24,7 @@ LAYERS_AT_ONCE = 3  # one layer is loaded, one is computed, one is stored
 class RingLayout:
     """Layer ring buffers in pages of `layers` layers, numbered through all pages of a pool."""
 
-    layers: int
+    layers: int  # of a page, >= 1
 
     @property
     def layers_at_once(self) -> int:
@@ -64,10 +64,9 @@ class LayerRings:
     numbers: Sequence[int]  # numbers[i] is the ring buffer of block i
 
     def page_offset_bytes(self, block: int, layer: int) -> int:
-        """Offset of an imaginary page that has this layer at the layer's offset in the ring buffer.
+        """Where a whole page would begin whose `layer` is the one in the block's ring buffer.
 
-        Callers that address a layer inside a whole page use it. It may be negative, and need not be
-        the offset of a page in the pool.
+        For callers that add the layer's offset in a page. It may be negative or inside a page.
         """
         size = self.shape.layers_at_once
         return (self.numbers[block] * size + layer % size - layer) * self.layer_bytes
@@ -82,7 +81,7 @@ class LayerPass:
     chunk_tokens: int
     layers: int
     layers_at_once: int
-    loaded: int  # leading layers whose prefix is in the ring buffers; layer <= loaded <= layers
+    loaded: int  # leading layers with their prefix in the ring buffers; layer <= loaded <= layers
     stored: int = 0  # leading layers that are in the store; 0 <= stored <= loaded
     layer: int = 0  # the layer in computation; == layers when all are computed
     position: int = 0  # next token to compute in `layer`; start <= position < end
@@ -96,7 +95,7 @@ class LayerPass:
 
     @property
     def can_load(self) -> bool:
-        """The next layer's room in the ring is free: its former layer is computed and stored."""
+        """A layer is left to load, and its room is free: the layer there before is stored."""
         return self.loaded < self.layers and self.loaded < self.stored + self.layers_at_once
 
     @property
@@ -115,7 +114,8 @@ class LayerPass:
     def next_parts(self, tokens: int) -> Iterator[tuple[int, int, int]]:
         """The (layer, start, tokens) of one step; chunks are the same in each layer.
 
-        The step is as long as one of `tokens` tokens through all layers, but has at least a chunk.
+        The step is at most as long as one of `tokens` tokens through all layers, except that a
+        first chunk may exceed it. It ends before a layer that cannot be computed; may be empty.
         """
         left, layer, start = tokens * self.layers, self.layer, self.position
         is_first = True

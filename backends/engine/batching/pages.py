@@ -5,8 +5,8 @@ The lowest free page number is allocated first: a lightly loaded pool stays in f
 pages, and tests are deterministic.
 
 `Occupation` measures the VRAM occupation cost of the Mooncake paper: KV memory times the time for
-which it is taken. It is the reason for the layer-wise hand-over of prefill. The integral is updated
-at each change, so every reading is exact.
+which it is taken. Layer-wise prefill exists to lower this cost. The integral is updated at each
+change, so every reading is exact.
 
 Not here: the memory itself (kv_memory.py), how many pages a request needs (batching.py). The worker
 keeps a page that a late transfer may still write, and releases it after the transfer.
@@ -24,7 +24,7 @@ class PagePool:
         self.pages_max = pages_max
         self._free = list(range(pages_max))  # heap of page numbers
         self._is_taken = bytearray(pages_max)
-        self.on_change: Callable[[int], None] = lambda used_pages: None  # for metrics
+        self.on_change: Callable[[int], None] = lambda used_pages: None  # after take and release
 
     @property
     def free_pages(self) -> int:
@@ -35,7 +35,7 @@ class PagePool:
         return self.pages_max - len(self._free)
 
     def take(self, pages: int) -> list[int] | None:
-        """Allocate that many pages; None, and nothing changes, if fewer are free."""
+        """Allocate that many pages, at least one. None, and nothing changes, if fewer are free."""
         assert pages > 0, pages
         if pages > len(self._free):
             return None
