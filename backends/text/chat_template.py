@@ -72,7 +72,7 @@ def render(
     if DEFAULT not in named and len(named) > 1:
         raise InvalidRequest(
             f"this checkpoint has the chat templates {', '.join(sorted(named))} but no default; "
-            "send text_input instead of messages"
+            "send text_input (in OpenAI's interface: /v1/completions) instead of messages"
         )
     source = named.get(DEFAULT) or next(iter(named.values()))
     names = tuple(sorted(special_tokens.items()))

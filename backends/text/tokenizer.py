@@ -5,15 +5,16 @@ transformers takes seconds in every process. The rules of transformers 5 beyond 
 implemented here:
 
 * tokens listed only in tokenizer_config.json or added_tokens.json are added;
-* the named tokens (bos, eos, ...) become special even without that flag in tokenizer.json;
+* the named tokens (bos, eos, ...) become special even without that flag in tokenizer.json, except
+  for added tokens of tokenizer.json that a given added_tokens_decoder lacks;
 * truncation and padding that a training script left in the file are switched off;
 * tokenizer.json decides whether a BOS is added. `add_bos_token` is ignored, unlike in
   transformers 4.
 
-End tokens are those of generation_config.json (without it, of config.json) and the tokenizer's own
-eos_token, as in vLLM. `clean_up_tokenization_spaces` is ignored, because it would change text that
-has been streamed already. Not here: streaming text (text_stream.py), the chat template's
-environment (chat_template.py).
+End tokens are eos_token_id of generation_config.json (without one there, of config.json) and the
+tokenizer's own eos_token, as in vLLM. `clean_up_tokenization_spaces` is ignored, because it would
+change text that has been streamed already. Not here: streaming text (text_stream.py), the chat
+template's environment (chat_template.py).
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Raises ConfigError with the file's name if a file is missing or damaged."""
+        """Raises ConfigError if tokenizer.json is missing, or a file is damaged."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(
@@ -99,7 +100,7 @@ class Tokenizer:
             raise InvalidRequest(f"the text cannot be tokenised: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of a whole output; ids outside the vocabulary have no text."""
+        """The text of a whole output; ids outside the vocabulary, below 0 too, have no text."""
         known = [token_id for token_id in token_ids if token_id >= 0]
         return str(self._backend.decode(known, skip_special_tokens=skip_special))
 
@@ -111,7 +112,8 @@ class Tokenizer:
         """
         if not self._templates:
             raise InvalidRequest(
-                "this checkpoint has no chat template; send text_input instead of messages"
+                "this checkpoint has no chat template; send text_input (in OpenAI's interface: "
+                "/v1/completions) instead of messages"
             )
         return chat_template.render(self._templates, messages, self._special_tokens)
 
@@ -135,10 +137,8 @@ class Tokenizer:
         return token_bytes(self._backend)
 
     def to_json(self) -> str:
-        """The tokenizer in the format of tokenizer.json, with the rules applied after reading.
-
-        Added tokens without an embedding in the model are left out.
-        """
+        """The tokenizer in the format of tokenizer.json, after the rules above were applied. Added
+        tokens without an embedding in the model are left out."""
         written = str(self._backend.to_str())
         if self._own_vocabulary_tokens == self.vocabulary_tokens:
             return written
@@ -155,7 +155,7 @@ def _settle(
     """Apply the rules of transformers' TokenizersBackend after reading tokenizer.json.
 
     Returns the named special tokens. New tokens get the next free ids, in the order of their ids in
-    the files. transformers ignores the ids otherwise, too.
+    the files. As in transformers, the ids in the files have no other use.
     """
     backend.no_truncation()
     backend.no_padding()
@@ -163,7 +163,7 @@ def _settle(
     known = backend.get_added_tokens_decoder()
     decoder = config.get("added_tokens_decoder")
     table = known if decoder is None else _table(decoder)
-    listed = [table[token_id] for token_id in sorted(table)]  # these flags are the valid ones
+    listed = [table[token_id] for token_id in sorted(table)]  # flags win over tokenizer.json's
     named = _named_tokens(config, {token.content: token for token in listed})
     tokens: list[str | AddedToken] = list(listed)
     contents = {token.content for token in (*known.values(), *listed)}
@@ -229,7 +229,8 @@ def _as_added(token: str | AddedToken, named: Collection[str]) -> AddedToken:
 
 
 def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json with special_tokens_map.json, which wins."""
+    """tokenizer_config.json with special_tokens_map.json, which wins, with two exceptions: a
+    checkpoint's own name keeps a string of the config, and extra special tokens of both stay."""
 
     def special(token: Any) -> Any:
         return _token({**token, "special": True}) if isinstance(token, dict) else token
@@ -242,7 +243,7 @@ def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> di
             merged[name] = [special(token) for token in each]
         elif name in NAMED_TOKENS:
             merged[name] = special(each)
-        elif name.endswith("_token"):  # the checkpoint's own names come first, in this file's order
+        elif name.endswith("_token"):  # an AddedToken, which precedes plain strings
             own = merged.pop(name) if isinstance(config.get(name), str) else each
             merged[name] = special({"content": own} if isinstance(own, str) else own)
         elif isinstance(each, dict):  # more named tokens
@@ -255,7 +256,7 @@ def _older_table(
 ) -> dict[str, Any]:
     """added_tokens.json (token -> id) and the tokens of tokenizer.json, which win, in the format of
     added_tokens_decoder."""
-    # As transformers, ignore objects in tokenizer_config.json here.
+    # As in transformers, a token that the config has as an object does not count as special here.
     names = [config[name] for name in NAMED_TOKENS if config.get(name)]
     names += config.get(EXTRA_TOKENS) if isinstance(config.get(EXTRA_TOKENS), list) else []
     special = {str(each) for each in names if isinstance(each, (str, AddedToken))}
@@ -276,7 +277,7 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
         if found is None:
             continue
         token_ids = found if isinstance(found, list) else [found]
-        if not all(isinstance(token_id, int) and token_id >= 0 for token_id in token_ids):
+        if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):  # no bool
             raise ConfigError(f"{folder / name}: eos_token_id is {found!r}; it must be token ids")
         return tuple(token_ids)
     return ()
@@ -284,17 +285,18 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
 
 def _model_vocabulary_tokens(folder: Path) -> int | None:
     found = _model_value(folder / "config.json", "vocab_size")
-    return found if isinstance(found, int) and found > 0 else None
+    return found if type(found) is int and found > 0 else None
 
 
 def _model_value(path: Path, key: str) -> Any:
-    """The value of the model, or of its text part (`text_config`) if it has several parts."""
+    """The value of the model; if it has none, that of its text part (`text_config`), or None."""
     content = _read_json(path)
-    return content.get(key, (content.get("text_config") or {}).get(key))
+    found = content.get(key)
+    return (content.get("text_config") or {}).get(key) if found is None else found
 
 
 def _template_file(folder: Path) -> dict[str, Any]:
-    """The chat template in a file of its own, which wins over the config."""
+    """The chat template in a file of its own, which wins over the config; {} without a file."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:

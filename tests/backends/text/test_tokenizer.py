@@ -331,7 +331,7 @@ def test_a_template_may_lie_in_its_own_file_or_in_a_list(tmp_path: Path) -> None
 
 
 def test_a_chat_without_a_template_is_refused_with_the_remedy() -> None:
-    with pytest.raises(InvalidRequest, match="no chat template; send text_input"):
+    with pytest.raises(InvalidRequest, match=r"no chat template; send text_input.*/v1/compl"):
         tokenizer_of("byte_level").apply_chat(CHAT)
 
 
@@ -356,6 +356,7 @@ def test_end_tokens_come_from_the_generation_config_then_the_config(tmp_path: Pa
         ({}, (0,)),
         ({"config": {"eos_token_id": 3}}, (3, 0)),
         ({"config": {"text_config": {"eos_token_id": [3]}}}, (3, 0)),
+        ({"config": {"eos_token_id": None, "text_config": {"eos_token_id": 3}}}, (3, 0)),
         ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [2, 1]}}, (2, 1, 0)),
         ({"generation_config": {"eos_token_id": 0}}, (0,)),
         ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": None}}, (3, 0)),
@@ -405,6 +406,7 @@ def test_training_leftovers_do_not_truncate_or_pad(tmp_path: Path) -> None:
         ("generation_config.json", "[1]", "generation_config.json must hold a JSON object"),
         ("tokenizer_config.json", '{"chat_template": [1]}', "must be a string or a list"),
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id is 'x'"),
+        ("generation_config.json", '{"eos_token_id": true}', "eos_token_id is True"),
         (
             "tokenizer_config.json",
             '{"added_tokens_decoder": {"x": "<a>"}}',
