@@ -2,7 +2,7 @@
 
     request                       arrival at the frontend to the end of the answer
       read                        the prompt is checked and tokenised
-      attempt                     one for each pair of workers, with its loss if it was lost
+      attempt                     one for each decision, with its loss if it was lost
         decide                    the conductor's choice and its terms, or the rejection
         prefill                   the call to the prefill worker, and in it:
           prefill.queue           waits for pages, a loader and other prompts
@@ -14,9 +14,9 @@
           handover.queue, handover.load
         decode                    until the last token
 
-A worker reports the durations of its phases on its own clock, so clocks of two machines are never
-compared. The rest of the call's time is network time, half before and half after the phases. So a
-child lies within its parent, even if the machines' clocks differ.
+A worker reports the durations of its phases, so clocks of two machines are never compared. The rest
+of a prefill call's time is network time, half before and half after the phases. The phases of a
+handover begin with the decode call. Each child span is cut to its parent.
 
 Not here: recording the times (request_trace.py), sending spans (export.py).
 """
@@ -55,7 +55,7 @@ class SpanRecord:
 
 @dataclass(slots=True)
 class Call:
-    """A call to a worker, on the clock of this process. `ended_s` None: no reply yet."""
+    """A call to a worker, on this process' clock. `ended_s` None: no reply and no failure yet."""
 
     worker: str
     began_s: float
@@ -75,7 +75,7 @@ class AttemptTimes:
     prefill_reply: PrefillReply | None = None
     decode: Call | None = None
     decode_reply: DecodeReply | None = None
-    ended_s: float | None = None  # None: it ends with the request
+    ended_s: float | None = None  # None: the attempt ends with the request
     loss: str = ""
     error: str = ""
 
@@ -95,7 +95,7 @@ class RequestTimeline:
 
 @dataclass(frozen=True, slots=True)
 class SpanTree:
-    """Makes spans of one trace: parents first, each within its parent."""
+    """Builds the spans of a request: parents before children, each child within its parent."""
 
     root: TraceContext
     parent_span_id: str  # "": the root span has no parent
@@ -128,7 +128,8 @@ class SpanTree:
         self, root: SpanRecord, request: RequestTimeline, times: AttemptTimes
     ) -> Iterator[SpanRecord]:
         ended_s = request.ended_s if times.ended_s is None else times.ended_s
-        error = times.error or ("" if times.decode_reply is not None else request.error)
+        error = times.error or times.loss  # an error may have no text
+        error = error or ("" if times.decode_reply is not None else request.error)
         noted: dict[str, Attribute] = {"mooncake.attempt": times.number}
         if times.loss:
             noted["mooncake.loss"] = times.loss
@@ -164,7 +165,7 @@ class SpanTree:
     def _of_decode(
         self, attempt: SpanRecord, call: Call, times: AttemptTimes
     ) -> Iterator[SpanRecord]:
-        """Without a reply the time of joining the batch is unknown, so all of it is `decode`."""
+        """Without a reply, the time of joining the batch is unknown, so `decode` is the call."""
         reply, until_s = times.decode_reply, _end(call)
         worker: Attributes = {"mooncake.worker": call.worker}
         joined_s = call.began_s
@@ -185,7 +186,7 @@ class SpanTree:
         yield replace(decode, kind="client", attributes=worker, error=_error(attempt, reply))
 
     def _child(self, parent: SpanRecord, name: str, start_s: float, end_s: float) -> SpanRecord:
-        """A span within `parent`, of the frontend, without attributes. `end_s` inf: its end."""
+        """A frontend's span without attributes, cut to `parent`. `end_s` inf: end of `parent`."""
         start_ns = min(max(self._ns(start_s), parent.start_ns), parent.end_ns)
         end_ns = parent.end_ns
         if end_s < math.inf:
@@ -201,15 +202,15 @@ def prefill_phases(reply: PrefillReply) -> list[tuple[str, float, float]]:
     """(name, from, until) of each phase, in seconds after the worker received the prompt."""
     computed_s = reply.queue_s + reply.load_s + reply.compute_s
     total_s = computed_s + reply.put_s
-    load_s = min(reply.queue_s if reply.load_at_s < 0 else reply.load_at_s, computed_s)
-    loaded_s = min(load_s + reply.load_s, computed_s)
-    compute_s = computed_s - reply.compute_s if reply.compute_at_s < 0 else reply.compute_at_s
-    compute_s = min(max(compute_s, loaded_s), computed_s)
+    load_at_s = min(reply.queue_s if reply.load_at_s < 0 else reply.load_at_s, computed_s)
+    loaded_s = min(load_at_s + reply.load_s, computed_s)
+    compute_at_s = computed_s - reply.compute_s if reply.compute_at_s < 0 else reply.compute_at_s
+    compute_at_s = min(max(compute_at_s, loaded_s), computed_s)
     return [
-        ("queue", 0.0, load_s),
-        ("load", load_s, loaded_s),
-        ("wait", loaded_s, compute_s),
-        ("compute", compute_s, computed_s),
+        ("queue", 0.0, load_at_s),
+        ("load", load_at_s, loaded_s),
+        ("wait", loaded_s, compute_at_s),
+        ("compute", compute_at_s, computed_s),
         ("put", computed_s, total_s),
     ]
 
@@ -221,7 +222,7 @@ def _way_there_s(call: Call, reply: PrefillReply) -> float:
 
 
 def _end(call: Call) -> float:
-    """Infinity for a call without a reply: its span ends with the attempt."""
+    """Infinity for a call that has not ended: its span ends with the attempt."""
     return math.inf if call.ended_s is None else call.ended_s
 
 

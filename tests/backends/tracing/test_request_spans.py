@@ -219,3 +219,11 @@ def test_children_lie_within_their_parents_whatever_the_clocks_say(
     assert_nested(spans_of(timeline))
     phases = prefill_phases(attempt.prefill_reply)  # type: ignore[arg-type]
     assert all(begin <= end for _, begin, end in phases)
+
+
+def test_a_lost_attempt_without_an_error_text_has_its_own_loss_as_error() -> None:
+    timeline = served()
+    lost = AttemptTimes(number=1, began_s=0.01, loss="timeout", ended_s=0.02)
+    timeline.error, timeline.attempts = "the request was cancelled", [lost]
+    spans = {span.name: span for span in spans_of(timeline)}
+    assert spans["attempt"].error == "timeout"
