@@ -1,9 +1,9 @@
 """Early hand-overs: pages that a decode worker reserves before the request itself arrives.
 
-An arrival is expected from the first message about it until its request is submitted. Arrivals
-whose request never comes (client disconnected, prefill failed) expire. Stopped and finished
-requests are remembered for a while, so that late messages reserve nothing for them. Not
-thread-safe: the decode worker's lock guards it.
+An arrival is expected from the first announced layer until its request is submitted. Arrivals whose
+request never comes (client disconnected, prefill failed) expire. Stopped and finished requests are
+remembered for `ttl_s`, so that late messages reserve nothing for them. Not thread-safe: the decode
+worker's lock guards it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class Arrival:
     layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers in its page
     identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # block -> its slot
     is_loading: bool = False  # the loader writes into the pages
-    since_s: float | None = None  # time of the first announcement; None: submitted before it
+    since_s: float | None = None  # time of the first announcement; None: submitted without one
     read_bytes: dict[str, int] = field(default_factory=dict)  # transport -> bytes
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
+        """These layers are in the page. Layers from another slot of the block count no more."""
         slot = (ref.node_id, ref.slot, ref.generation)
         if self.identity.get(ref.index, slot) != slot:
             self.layers_of[ref.index] = set()
@@ -43,7 +44,7 @@ class Arrival:
 
 
 class Arrivals:
-    REFUSED_MAX = 10_000
+    REFUSED_MAX = 10_000  # remembered requests; beyond, the oldest is forgotten
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
@@ -60,6 +61,7 @@ class Arrivals:
         self._arrivals[request_id] = Arrival(request_id, [], since_s=now_s)
 
     def give_pages(self, request_id: str, pages: list[int]) -> None:
+        """Set the pages of an expected arrival, or of a submitted request without one."""
         self._arrivals.setdefault(request_id, Arrival(request_id, [])).pages = pages
 
     def pop(self, request_id: str) -> Arrival | None:
@@ -67,7 +69,7 @@ class Arrivals:
         return self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:
-        """The request was stopped or has ended: `reap` its pages, ignore messages about it."""
+        """The request was stopped or has ended. `reap` will return its pages, if it is expected."""
         self._refused.pop(request_id, None)
         self._refused[request_id] = now_s
         if len(self._refused) > self.REFUSED_MAX:
@@ -77,7 +79,7 @@ class Arrivals:
         return request_id in self._refused
 
     def reap(self, now_s: float, submitted: Collection[str]) -> list[tuple[str, list[int]]]:
-        """Remove expired and refused arrivals. Returns each (request, pages)."""
+        """Remove expected arrivals that expired or were refused. Returns each (request, pages)."""
         while self._refused:  # the oldest first
             oldest = next(iter(self._refused))
             if now_s - self._refused[oldest] <= self._ttl_s:

@@ -10,8 +10,8 @@ preempted requests wait. With new pages their KV is read back like a hand-over, 
 the KV is gone, they resume on another worker, as after a worker failure.
 
 Threads: the engine's thread runs the turns (worker.py), one loader reads KV, the writer writes
-generated blocks, the repliers end requests. The driver reports tokens in one thread. They leave as
-one message per frontend for each step, or for several short steps.
+generated blocks, the repliers end requests. The driver reports tokens in one thread. A frontend
+gets one message with its tokens for each step, or for several short steps.
 
 Not here: Triton (decode/model.py), the text of tokens (text_stream.py), steps and engines
 (step_driver.py, trtllm/decode.py).
@@ -116,8 +116,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             if request.priority:
                 self.batching.prioritise(request.request_id, request.priority)
             self.jobs[request.request_id] = job
-            # Before the lock is released. Otherwise the request could end first, and the worker
-            # would renew leases of an ended request.
+            # With the lock held. Otherwise the request could end first, and the worker would renew
+            # leases of an ended request.
             self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
             self.lock.notify_all()
 
@@ -151,7 +151,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             raise Overloaded(refused.kind, refused.reason, refused.retry_after_s)
 
     def _refuse_arrival(self, request_id: str) -> None:
-        """Free what is reserved for the request at the next turn. With the lock held."""
+        """Reserve nothing for the request; the next turn frees early pages. With the lock held."""
         self._arrivals.refuse(request_id, time.monotonic())
         self.lock.notify_all()
 
@@ -219,7 +219,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 arrival.is_loading = False
 
     def _load_rest(self, job: DecodeJob) -> bool:
-        """Read all blocks of a job with pages that are not read yet. In the loader's thread."""
+        """Read the job's blocks that are not in its pages yet. Raises KvMissing if one is gone;
+        else True. In the loader's thread."""
         assert job.arrival is not None, f"{job.request_id} has no pages"
         started_s = time.monotonic()
         is_new = job.saved is None
@@ -355,15 +356,15 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self._repliers.send(lambda: job.client.fail(error))
 
     def forget(self, job: DecodeJob) -> None:
-        """Write no more of the job's blocks to the store. In the writer's thread."""
+        """Write no more of the job's blocks to the store, and release the leases on the handed-over
+        ones. In the writer's thread."""
         job.end_put()
         self.release_handed_over(job)
 
     def release_handed_over(self, job: DecodeJob) -> None:
-        """Release the leases on the handed-over blocks.
+        """Release the leases on the handed-over blocks, unless the engines hand KV over themselves.
 
-        If the engines hand KV over themselves, the prefill worker releases them: it may still be
-        writing slots under this request's leases.
+        Then the prefill worker releases them, because it may still be writing slots under them.
         """
         owners = self.process.owners
         (owners.drop if job.request.native else owners.release)(job.request_id)
@@ -419,7 +420,7 @@ class MessagePace:
         now_s: float,
         update_sent_s: float = float("inf"),
     ) -> bool:
-        """Whether to send the latest and all waiting tokens now. `step_s`: 0 if unknown.
+        """Whether to send the latest and all waiting tokens now. `step_s`: 0: unknown, so True.
 
         `update_sent_s`: when this stream's latest tokens were sent. Engines report the tokens of a
         step one request after the other, so a stream without tokens in this gap may still send.
@@ -452,7 +453,7 @@ class Repliers:
         future.add_done_callback(self._sent)
 
     def close(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for replies that are being sent."""
+        """Wait at most `timeout_s` for the replies, then drop those that are not being sent."""
         wait(list(self._replies), timeout=timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
 

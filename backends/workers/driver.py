@@ -61,15 +61,14 @@ class Driver(ABC, Generic[W, J]):
         """Raises ServingError for a job that this engine cannot serve. From any thread."""
 
     def has_room(self) -> bool:
-        """Another prompt should be admitted now, if there are pages. With the lock held."""
+        """Whether another prompt should be admitted, if there are pages. With the lock held."""
         return True
 
     @abstractmethod
     def start(self, job: J) -> None:
-        """Compute a job whose loaded KV is in its pages. In a loader's thread.
+        """Compute a job whose loaded KV is in its pages. In a loader's (or its guide's) thread.
 
-        The worker's `join_batch` returns whether the job is still there. A ServingError or
-        StoreError fails the job.
+        The worker's `join_batch` returns whether the job is still there. Any error fails the job.
         """
 
     @abstractmethod
@@ -130,7 +129,7 @@ class Driver(ABC, Generic[W, J]):
 
 
 class DecodeDriver(Driver[W, J]):
-    can_preempt: bool = False  # between two steps the engine has no state of a job but its pages
+    can_preempt: bool = False  # True: between two steps, a job's only state in the engine is pages
 
     def has_read(self, job: J) -> bool:
         """The handed-over KV is in the job's pages; the engine does not read the store's copy."""

@@ -99,7 +99,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
 
     @property
     def is_leaving(self) -> bool:
-        """As for every job, or writing its KV has failed."""
+        """True also if writing its KV has failed."""
         return self.is_stopped or self.error is not None or self.put.error is not None
 
     def given_output_ids(self) -> list[int]:
@@ -119,7 +119,8 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
         return max(0.0, waited_s)
 
     def first_token(self, token_id: int) -> FirstToken | None:
-        """The message with the first token before the reply; None if it could end the output."""
+        """The message with the first token before the reply; None without a reply inbox, or if the
+        token could end the output (always with stop words)."""
         sampling = self.request.sampling
         output_tokens = len(self.token_ids) - self.request.prompt_tokens + 1
         is_last = output_tokens >= sampling.max_tokens or token_id in sampling.end_ids
@@ -147,7 +148,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
             logprobs=self.logprobs,
         )
 
-    def _after_arrival_s(self, at_s: float | None) -> float:
+    def _after_arrival_s(self, at_s: float | None) -> float:  # -1: unknown
         return -1.0 if at_s is None else at_s - self.submitted_s
 
     def observe(self, reply: PrefillReply, block_tokens: int, observations: Observations) -> None:
@@ -319,7 +320,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
 
     @property
     def waits_for_more(self) -> bool:
-        """The frontend limits its message rate, and the request's first message was sent."""
+        """Whether tokens may wait: the frontend limits its messages, and the first was sent."""
         return self.request.messages_per_s_max > 0 and self._tokens_before > 0
 
     def take_update(self) -> TokenUpdate:

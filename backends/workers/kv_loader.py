@@ -105,8 +105,9 @@ class KvLoader:
     def load_rest(self, arrival: Arrival, refs: Sequence[BlockRef]) -> list[int]:
         """Read all blocks that have not arrived. Returns the indices of missing blocks.
 
-        A page that an earlier read may still write counts as missing. After its verification the
-        late read could overwrite it with bytes of another block.
+        A block counts as missing if an earlier read may still write its page: after verification,
+        the late read could overwrite it with another block. Then only such blocks are returned, and
+        nothing is read.
         """
         late = self.pending_pages()
         gone = [ref.index for ref in refs if arrival.pages[ref.index] in late]
@@ -119,7 +120,7 @@ class KvLoader:
         return [ref.index for ref, is_here in zip(wanted, arrived, strict=True) if not is_here]
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Discard what is recorded about the blocks in these released pages."""
+        """Discard what is recorded about the blocks in these released pages; here nothing is."""
 
     def refuse_late(self, pages: Sequence[int]) -> None:
         """Raises StoreLost if a read past its deadline may still write into these pages.

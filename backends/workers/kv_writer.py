@@ -100,7 +100,7 @@ class KvWriter:
         self._thread.join(timeout=5.0)
 
     def layer_done(self, put: BlockPut, blocks: Sequence[int], layer: int) -> None:
-        """Queue the copy of `layer` of `blocks`, which is in the pages. Never blocks."""
+        """Queue the copy of `layer` of `blocks`, which is in the pages, and return at once."""
         self._queue(put, lambda: self._copy_layer(put, blocks, layer))
 
     def blocks_done(self, put: BlockPut, blocks: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ class KvWriter:
                 self._store.abandon(unfilled, put.request_id)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run `action` in the writer's thread after all tasks that were queued before."""
+        """Run `action` in the writer's thread after all earlier tasks. Its errors are logged."""
         self._tasks.put(action)
 
     def put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool = False) -> None:

@@ -68,7 +68,7 @@ class LastingParts:
 
 
 def _context_tokens_max(config: WorkerConfig, allowed: int, folder: Path) -> int:
-    """Largest prompt and output together. Raises ConfigError if the checkpoint allows less."""
+    """Most tokens of prompt and output. Raises ConfigError if the checkpoint allows too few."""
     wanted = config.context_tokens_max
     if wanted > allowed:
         raise ConfigError(

@@ -180,10 +180,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._loading.submit(self._load, job, self._bring_prefix)
 
     def _bring_prefix(self, job: PrefillJob) -> bool:
-        """Load the cached prefix, or locate it for layer-wise prefill. Loader thread.
-
-        Returns False if the job is blocked by another prompt.
-        """
+        """Load the cached prefix, or locate it for layer-wise prefill. Loader thread. False: the
+        job is blocked by another prompt."""
         job.loading_from_s = started_s = time.monotonic()
         self.process.owners.hold(job.request_id, started_s, job.put.keys)
         if not job.is_leaving and not self._load_prefix(job):
@@ -240,10 +238,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def _traced_prefix(
         self, job: PrefillJob, layers: LayeredJob, found: FoundPrefix, allowed: Fetching
     ) -> LayeredPrefix:
-        """Locate the prefix of a layer-wise prompt.
-
-        Only the first attempt reads layers from remote nodes.
-        """
+        """Locate the prefix of a layer-wise prompt. Only the first attempt reads layers from remote
+        nodes; the last one (TRACED_MAX + 1) uses no prefix."""
         layers.attempts += 1
         if layers.attempts > TRACED_MAX:
             found, allowed = FoundPrefix([], []), Fetching()
@@ -270,10 +266,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 self._loading.submit(self._load_layer, job, job.layers, layer)
 
     def _load_layer(self, job: PrefillJob, layers: LayeredJob, layer: int) -> None:
-        """Load one layer of the prefix into the ring buffers, and report it to the batching.
-
-        Loader thread.
-        """
+        """Load one layer of the prefix into the ring buffers, and report it to the batching. If a
+        block is missing, the prompt starts again. Loader thread."""
         started_s, prefix, has_arrived = time.monotonic(), layers.prefix, False
         assert prefix is not None and job.put.rings is not None, job.request_id
         error: Exception | None = None
@@ -317,10 +311,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 self.lock.notify_all()
 
     def _begin_again(self, job: PrefillJob) -> None:
-        """Discard the job's computed tokens and slots, and load its prefix again.
-
-        Called between two steps. The caller holds the lock.
-        """
+        """Discard the job's computed tokens and slots, and load its prefix again. Called between
+        two steps, with the lock held."""
         assert job.layers is not None, job.request_id
         log.info("a block of %s's prefix is missing: the prompt starts again", job.request_id)
         self.batching.stop(job.request_id)
@@ -330,10 +322,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.writer.then(lambda: self._load_soon(job))
 
     def _settle(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
-        """End the job's lead of `keys` (None: all its keys), and retry the blocked prompts.
-
-        The blocks are stored or abandoned.
-        """
+        """End the job's lead of `keys` (None: all its keys), whose blocks are stored or abandoned.
+        Retry the blocked prompts."""
         with self.lock:
             self._single_flight.settle(keys, job.request_id)
             blocked, self._blocked = self._blocked, []
@@ -344,10 +334,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
     # -- called by a driver
 
     def join_batch(self, job: PrefillJob) -> bool:
-        """Add a loaded job to the batching. False if the job was stopped or has failed.
-
-        The caller holds the lock.
-        """
+        """Add a loaded job to the batching. False if the job was stopped, or has failed or left.
+        The caller holds the lock."""
         if not self._may_join(job):
             return False
         prefix = job.layers.prefix if job.layers is not None else None
@@ -362,10 +350,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.writer.then(lambda: self._settle(job, keys))
 
     def send_first_token(self, job: PrefillJob, token_id: int) -> None:
-        """Send the first token to the frontend before the reply.
-
-        Not if the token can end the output, or if the request has no reply inbox.
-        """
+        """Send the first token to the frontend before the reply, unless the token can end the
+        output or the request has no reply inbox."""
         if message := job.first_token(token_id):
             self.process.outbox.send(job.request.reply_inbox, message)
 
@@ -420,11 +406,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return reply
 
     def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
-        """Remove a successful job and release its pages. Writer thread.
-
-        `keep_leases`: the leases stay for the decode worker. Returns False if the job has left or
-        failed.
-        """
+        """Remove a successful job and release its pages. Writer thread. False: the job has left or
+        failed. `keep_leases`: the leases stay for the decode worker."""
         with self.lock:
             if self.has_left(job) or job.error is not None:
                 return False

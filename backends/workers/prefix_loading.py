@@ -90,7 +90,7 @@ class PrefixLoading:
     ) -> LoadedPrefix:
         """Fetch the allowed blocks to the local node, then read all local blocks into `pages`.
 
-        Blocks on the local node's SSD are always restored, which is faster than their computation.
+        Blocks on the local node's SSD are always restored, which mostly is faster than computing.
         The conductor's allowance is for other nodes, and counts from the first block after these.
         """
         before = len(found.local)
@@ -163,8 +163,8 @@ class PrefixLoading:
     ) -> list[Copy]:
         """The copies to fetch, for consecutive blocks after the locally cached ones.
 
-        From block `limit` on only copies on the local SSD count. Copies in `asked`, which an
-        earlier round did not bring, are left out.
+        From block `limit` on only copies in the local node's memory or on its SSD count. Copies in
+        `asked`, which an earlier round did not bring, are left out.
         """
         offers, start = [], len(found.local)
         for number, copies in enumerate(found.copies[start:], start):

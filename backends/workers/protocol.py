@@ -41,8 +41,8 @@ VERSION_PARAMETER, CALLS_VERSION = "protocol_version", 2
 REQUEST_ID_CHARACTERS_MAX = 256
 ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # this host's address for other hosts; unset: one host only
 LISTEN_VARIABLE = "MOONCAKE_LISTEN"  # the address to bind, if it differs
-PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of the deployment's hosts, comma separated, or ...
-ANY_PEER = "*"  # ... this: hosts that no file lists may join
+PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of the deployment's hosts, comma separated
+ANY_PEER = "*"  # an entry of MOONCAKE_PEERS: any host may join
 HEARTBEAT_S = 5.0  # interval between heartbeats of a waiting or running request
 GAP_S_MAX = 0.1  # largest gap between messages of a stream, for any number of streams
 
@@ -76,7 +76,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     place_s: float = 0.0
     is_resumed: bool = False  # it resumes after a failure: a full queue does not reject it
     # Source nodes of the fetch: the conductor's choice, then its second choice. Other nodes are
-    # asked only for blocks that these lack.
+    # asked only for blocks that these lack or do not send.
     fetch_nodes: list[str] = []
     trace_id: str = ""  # for the worker's log
     near_blocks: int = 0  # leading blocks in the local node's memory at the conductor's decision
@@ -101,7 +101,7 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
-    """Continue after input_ids, whose KV is in `blocks`, except for the last token's."""
+    """Continue after input_ids. The KV of all but the last is in `blocks`, or moved by `native`."""
 
     request_id: str
     prompt_tokens: int
@@ -346,7 +346,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def gap_s(streams: int, messages_per_s_max: float) -> float:
-    """Gap between two messages of a stream, if the frontend has that many streams."""
+    """Gap between two messages of a stream, if the frontend has that many. The rate is above 0."""
     return min(streams / messages_per_s_max, GAP_S_MAX)
 
 

@@ -2,12 +2,12 @@
 
 Durations: `recent_s` is an exponential mean of the last few steps. `speed` is measured / estimated
 time over about as many steps as a short output has, because a limit on the time between tokens is a
-limit on the mean step of an output. The last few steps before a decode request arrives are too
-slow for that: its own prefill has just kept the machine busy.
+limit on the mean step of an output. The last few steps before a decode request arrives may be too
+slow for that, if the prefill of the request has kept the same machine busy.
 
 An empty batch resets `recent_s`: the steps of a large batch would make the worker look much slower
 than it is for the next request. `speed` keeps its value as a prior, because it does not depend on
-the batch. It corrects the measurement of the engine at its start.
+the batch: it corrects the machine profile (machine_profile.py).
 
 Hung steps: a worker with a hung engine still reports, but makes no progress. A step is hung if it
 takes HUNG_RATIO times its predicted time, and HUNG_S_MIN at least. Time in which the watcher did

@@ -178,7 +178,7 @@ class JobWorker(ABC, Generic[J]):
     # -- called by a driver
 
     def fail(self, job: J, error: Exception) -> None:
-        """Fail a job; it leaves at the next turn, when no thread uses its pages. Any thread."""
+        """Fail a job once; it leaves at a turn when no thread uses its pages. From any thread."""
         with self.lock:
             if self.jobs.get(job.request_id) is job and job.error is None:
                 job.fail(error)
@@ -231,8 +231,8 @@ class JobWorker(ABC, Generic[J]):
     def _load(self, job: J, load: Callable[[J], bool]) -> None:
         """Run `load` and start the job. In a loader's thread.
 
-        If `load` returns False, it is called again later. A grammar matcher is created between both
-        in another thread: compiling a new schema takes up to a second and must not delay loads.
+        If `load` returns False, the role calls this again later. A grammar matcher is created after
+        `load` in another thread: compiling a schema takes up to a second and must not delay loads.
         """
         needs_guide = bool(job.request.sampling.guided_json) and self.driver.draws_by_guide
         try:

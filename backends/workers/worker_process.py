@@ -1,8 +1,8 @@
 """A worker process in the cluster: store, membership, reports, leases, inbox, and exit.
 
 A process registers under its model's name and its own incarnation, so two processes of one name can
-coexist during a reload. Reports have their own thread. If the engine's thread hangs, the process
-deregisters and exits.
+coexist during a reload. Reports have their own thread. If a step of the engine or a report hangs,
+the process deregisters and exits.
 
 Not here: jobs and the engine's thread (worker.py), the measured speeds (machine_profile.py).
 """
@@ -161,7 +161,7 @@ class WorkerProcess:
         log.info("%s (%s) %s %s", self.worker_id, self.incarnation, word, self.info.node_id)
 
     def leave(self) -> None:
-        """Deregister and close everything. Stored blocks stay in the store."""
+        """Deregister and close everything but shared parts. Stored blocks stay in the store."""
         self._is_closing.set()
         if self._reporter.is_alive():
             self._reporter.join(timeout=3.0)
@@ -172,7 +172,7 @@ class WorkerProcess:
             self.driver.close()
 
     def deregister(self) -> None:
-        """Deregister, so that no more requests are routed here."""
+        """Deregister, so that no more requests are routed here, and end the reports."""
         self._is_closing.set()
         try:
             self.directory.deregister_worker(self.worker_id, self.incarnation)
@@ -268,6 +268,7 @@ class LeaseKeeper:
             self._keys.pop(owner, None)
 
     def release(self, owner: str) -> None:
+        """Release the leases; if the directory does not answer, they expire."""
         self.drop(owner)
         with self._lock:
             self._renewing.discard(owner)
@@ -277,6 +278,7 @@ class LeaseKeeper:
             log.warning("leases of %s were not released and will expire: %s", owner, error)
 
     def renew_due(self, now_s: float) -> None:
+        """Renew what is due. Raises StoreError; the rest is then due again after lease_s / 3."""
         with self._lock:
             due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
             for owner in due:

@@ -162,7 +162,7 @@ class PipelinePrefill(StagePrefill):
     def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         """Let every stage load its layers. Returns the number of leading blocks that all have.
 
-        In a loader's thread.
+        In a loader's thread. Raises WorkerGone or WorkerUnavailable if a stage does not answer.
         """
         if not copies:
             return 0
@@ -246,7 +246,7 @@ class PipelinePrefill(StagePrefill):
                 self._worker.send_first_token(job, message.token_ids[index])
 
     def _written(self, message: StageWritten) -> None:
-        """A stage has written its layers of a step. The last one's message commits the blocks."""
+        """A stage has written its layers of a step. The last such message commits the blocks."""
         worker = self._worker
         step = self._window.written(message.number, message.stage)
         if step is None:

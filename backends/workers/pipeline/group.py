@@ -108,7 +108,7 @@ class PipelineGroup:
         return ""
 
     def to_begin(self, now_s: float) -> bool:
-        """Whether to announce the epoch to the other stages now, for the first time or again."""
+        """Whether to announce the epoch to the other stages now. Begins an epoch if none is."""
         if self.is_whole or len(self._stages) < self.stages - 1:
             return False
         if not self.epoch:

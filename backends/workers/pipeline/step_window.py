@@ -135,8 +135,8 @@ class StepWindow:
     def late(self, now_s: float) -> str:
         """The step or load that exceeds its time limit, or "".
 
-        Then a stage hangs or a message was lost. Without a limit its requests would stay forever,
-        because their pages stay in use.
+        Then a stage hangs or a message was lost. Without a limit, the requests of the step or load
+        would stay forever, because their pages stay in use.
         """
         for step in self._steps.values():
             if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):
@@ -148,7 +148,7 @@ class StepWindow:
         return ""
 
     def clear(self) -> None:
-        """Forget all steps and loads, because the group has broken."""
+        """Forget all steps and loads, because the group has broken. Runs all queued actions."""
         self._steps.clear()
         for load in self._loads.values():
             load.is_lost = True

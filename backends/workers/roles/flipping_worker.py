@@ -37,8 +37,8 @@ from mooncake_store.errors import StoreError
 log = logging.getLogger(__name__)
 IDLE_S = 1.0  # idle time before the change, because requests routed before may still arrive
 LOOK_S = 0.02
-# Longer than nearly all outputs take; later requests are moved to other workers. A frontend counts
-# on another frontend's order for as long (ORDER_S_MAX in conductor/roles/controller.py).
+# Longer than nearly all outputs take; requests that take longer are moved to other workers. With
+# MOVE_S_MAX it is below ORDER_S_MAX (conductor/roles/controller.py), when an order expires.
 DRAIN_S_MAX = 60.0
 MOVE_S_MAX = 30.0  # time limit for the moved requests, and for transfers into their pages
 CLOSE_S = 10.0
@@ -64,7 +64,7 @@ class FlippingWorker:
         self.active: ActiveWorker | None = self._made(role)  # None between two roles
 
     def submit(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray, client: Any) -> None:
-        """Submit to the worker. Raises ServingError, also if it has the other role."""
+        """Submit to the worker. Raises ServingError: WrongRole in the other role or a change."""
         worker: Any = self.active
         role = worker.process.info.role if worker is not None else "changing"
         if role != ("prefill" if isinstance(request, PrefillRequest) else "decode"):
