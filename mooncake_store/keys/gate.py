@@ -17,7 +17,6 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from mooncake_store.errors import StoreError
 from mooncake_store.keys.folder import Keys
 
 ADDRESS = "inproc://zeromq.zap.01"
@@ -40,10 +39,10 @@ def guard(context: zmq.Context[Any], keys: Keys) -> None:
         # A shadow context, because destroying a context closes the sockets that it made, and this
         # socket belongs to another thread.
         shadow: zmq.Context[Any] = zmq.Context.shadow(context.underlying)
-        questions = shadow.socket(zmq.REP)
-        questions.linger = 0
-        questions.bind(ADDRESS)
-        thread = threading.Thread(target=gate.run, args=(questions,), name="zap", daemon=True)
+        socket = shadow.socket(zmq.REP)
+        socket.linger = 0
+        socket.bind(ADDRESS)
+        thread = threading.Thread(target=gate.run, args=(socket,), name="zap", daemon=True)
         thread.start()
         _gates[context] = gate
 
@@ -55,7 +54,7 @@ class RefusalLog:
         self._log = into
         self._lock = threading.Lock()
         self._logged_s = float("-inf")
-        self._refused = 0  # rejections since that line
+        self._refused = 0  # rejections since the last log line
 
     def note(self, peer: str, why: str) -> None:
         now_s = time.monotonic()
@@ -76,19 +75,19 @@ class KeyGate:
         self.keys = keys
         self._refusals = RefusalLog(log)
 
-    def run(self, questions: zmq.Socket[bytes]) -> None:
+    def run(self, socket: zmq.Socket[bytes]) -> None:
+        """Answer until the context ends. A REP socket must answer every message."""
         try:
             while True:
-                frames = questions.recv_multipart()
-                if len(frames) >= 2:
-                    questions.send_multipart(self.answer(frames))
-        except (zmq.ContextTerminated, zmq.ZMQError):
+                socket.send_multipart(self.answer(socket.recv_multipart()))
+        except zmq.ZMQError:
             with contextlib.suppress(zmq.ZMQError):
-                questions.close()
+                socket.close()
 
     def answer(self, frames: list[bytes]) -> list[bytes]:
-        """The reply to [version, number, domain, peer, identity, mechanism, public key]."""
-        version, number = frames[:2]
+        """The reply to [version, number, domain, peer, identity, mechanism, public key]. Fewer or
+        more frames are rejected."""
+        version, number = (*frames, b"", b"")[:2]
         host = self._host(frames)
         if not host:
             peer = frames[3].decode(errors="replace") if len(frames) > 3 else "?"
@@ -97,9 +96,7 @@ class KeyGate:
         return [version, number, b"200", b"", host.encode(), b""]
 
     def _host(self, frames: list[bytes]) -> str:
+        """The host with the client's key; "" for other keys and requests."""
         if len(frames) != 7 or frames[5] != b"CURVE" or len(frames[6]) != 32:
             return ""
-        try:
-            return self.keys.curve.host_of(z85.encode(frames[6]).decode())
-        except StoreError:  # the folder was removed before its first read: reject all
-            return ""
+        return self.keys.curve.host_of(z85.encode(frames[6]).decode())

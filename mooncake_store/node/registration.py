@@ -1,8 +1,9 @@
 """Registration of one holder: register, send the inventory, report every second.
 
-A restarted directory answers a report with `false`. The holder then registers again under the same
-incarnation and sends its inventory in batches before it takes new blocks. An interrupted inventory
-restarts with a new registration, so that the directory never uses half of one.
+A directory that has dropped the holder answers a report with `false`, and another or restarted one
+with EpochPassed. The holder then registers again under the same incarnation and sends its inventory
+in batches before it takes new blocks. An interrupted inventory restarts with a new registration, so
+that the directory never uses half of one.
 
 Not here: the contents of a holder (slot_memory.py, ssd/), the time of each report (node.py).
 """
@@ -36,8 +37,8 @@ class Registration:
     epoch: int = 0  # of the last directory that the holder registered with
 
     def report(self) -> None:
-        """Report that the holder is alive; register if necessary. RequestInvalid when a newer
-        process has this node id; other StoreErrors: retry later."""
+        """Report that the holder is alive; register if necessary. RequestInvalid: it may not, since
+        a newer process has this node id, for example. Other StoreErrors: call again later."""
         info = self.info
         if self._is_open and self._is_still_known():
             return
@@ -46,8 +47,8 @@ class Registration:
         elif self._is_known:  # an inventory was interrupted
             self._directory.deregister_node(info.node_id, info.incarnation)
         self._is_open = False
-        # Set the epoch before reading the inventory. A writer that still sees the old epoch after
-        # it has marked a slot as "writing" did so before the slots are read (control.py).
+        # Set before the inventory is read. A writer checks the epoch after it has marked its slot.
+        # So if it found the old epoch, the inventory contains its mark (control.py).
         self.epoch = self._directory.register_node(info)
         self._is_known = True
         self._send_inventory()
@@ -57,7 +58,7 @@ class Registration:
         info = self.info
         try:
             return self._directory.node_report(info.node_id, info.incarnation, epoch=self.epoch)
-        except EpochPassed:  # another directory leads and has received a report of this holder
+        except EpochPassed:  # another directory leads by now
             return False
         except StoreUnavailable:
             if self._is_epoch_lost():
@@ -65,9 +66,9 @@ class Registration:
             raise
 
     def _is_epoch_lost(self) -> bool:
-        """Whether the leading directory has a smaller epoch than the one of this registration. The
-        epoch in etcd is the latest one. A smaller value means that its counter was lost or was
-        reset by an operator, and that the directory of our epoch will never lead again."""
+        """Whether the leader has a smaller epoch than this registration. Elected epochs only grow,
+        so etcd has lost the counter or an operator has reset it. The directory of this registration
+        will never lead again."""
         try:
             return self._directory.is_elected and self._directory.leader().epoch < self.epoch
         except StoreUnavailable:  # no directory leads

@@ -1,8 +1,8 @@
-"""ZeroMQ addresses of other hosts: resolving names for bind, and detecting silent peers.
+"""Addresses of ZeroMQ sockets over TCP: resolving names for bind, and detecting silent peers.
 
 ZeroMQ binds IP addresses and names of network interfaces, but a host may also be given by name.
-Here a name is always a host name and is resolved before bind. So the bound address is an IP
-address, and keys/curve.py can check whether other hosts reach it.
+Here a name is always a host name and is resolved before bind. So the bound address is an IPv4
+address or `*`, and keys/curve.py can check whether other hosts reach it. IPv6 is not enabled.
 
 TCP alone detects a cut link only after minutes, and its retransmissions become ever rarer. Messages
 would then be delayed long after the link works again. A heartbeat ends such a connection, and
@@ -22,18 +22,18 @@ import zmq
 
 TCP = "tcp://"
 ELECTED = "etcd://"  # names an election, whose leader is the directory
-HEARTBEAT_MS = 1_000
-SILENCE_MS_MAX = 3_000
-CONNECT_MS_MAX = 2_000
+HEARTBEAT_MS = 1_000  # between two heartbeats
+SILENCE_MS_MAX = 3_000  # after a heartbeat; then the connection is closed
+CONNECT_MS_MAX = 2_000  # of one attempt to connect
 
 
 class NameUnknown(zmq.ZMQError):  # a ZMQError, so that a bind handles it like a port that is taken
-    """The name is no host name, though perhaps an interface's; the message contains it."""
+    """The name has no IPv4 address, or the resolver failed; the message contains the name."""
 
 
 def bindable(address: str) -> str:
-    """The address with its host as an IP address; addresses other than tcp:// are unchanged.
-    NameUnknown: the name is no host name."""
+    """The address with the host's name resolved; addresses other than tcp:// are unchanged.
+    NameUnknown."""
     if not address.startswith(TCP):
         return address
     host, _, port = address.removeprefix(TCP).rpartition(":")
@@ -42,7 +42,7 @@ def bindable(address: str) -> str:
 
 def number_of_host(host: str) -> str:
     """An IP address or `*` (every address of this host) unchanged; a name as its first IPv4
-    address."""
+    address. NameUnknown."""
     bare = host.strip("[]")
     if bare == "*" or is_number(bare):
         return host
@@ -51,7 +51,8 @@ def number_of_host(host: str) -> str:
     except OSError as error:
         raise NameUnknown(
             errno.EADDRNOTAVAIL,
-            f"{host!r} is no host's name or address (network interfaces are not accepted): {error}",
+            f"{host!r} is no host with an IPv4 address (network interfaces are not accepted): "
+            f"{error}",
         ) from error
 
 
@@ -72,7 +73,7 @@ def with_port(address: str, bound: str) -> str:
 
 
 def notice_silence(a_socket: zmq.Socket[Any], address: str) -> None:
-    """Set heartbeats, before bind or connect: a silent peer of another host is disconnected."""
+    """Set heartbeats before bind or connect, for tcp:// only: a silent peer is disconnected."""
     if address.startswith(TCP):
         a_socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         a_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS_MAX)

@@ -12,13 +12,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 import zmq
+from zmq.utils import z85
 
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.core.directory import Directory
 from mooncake_store.directory.event_feed import EventFeed
 from mooncake_store.directory.server import DirectoryServer
 from mooncake_store.errors import AccessRefused, ProtocolMismatch, RequestInvalid, named
-from mooncake_store.keys import curve
+from mooncake_store.keys import curve, gate
 from mooncake_store.keys.curve import AddressUnguarded, PeerAccess
 from mooncake_store.node.control import NodeControl
 from mooncake_store.wire import directory_protocol, node_protocol
@@ -226,6 +227,20 @@ def test_a_host_without_the_directorys_key_cannot_run_one(hosts: Hosts) -> None:
     with pytest.raises(RequestInvalid, match="no directory may run on host w"):
         DirectoryServer(Directory(1), ANY_PORT, ANY_PORT)
     NodeControl(ANY_PORT).close()
+
+
+def test_the_gate_rejects_a_malformed_request_and_answers_the_next_one(hosts: Hosts) -> None:
+    known = hosts.keys("b").curve.ordered()[0].own_public
+    with zmq.Context() as context:
+        gate.guard(context, hosts.keys("a"))
+        with context.socket(zmq.REQ) as asking:
+            asking.connect(gate.ADDRESS)
+            sound = [b"1.0", b"7", gate.DOMAIN, b"peer", b"", b"CURVE", z85.decode(known)]
+            for frames, code in (([b"1.0"], b"400"), (sound[:6], b"400"), (sound, b"200")):
+                asking.send_multipart(frames)
+                assert asking.poll(20_000), "no answer"
+                assert asking.recv_multipart()[2] == code
+        context.destroy(linger=0)
 
 
 def test_ipc_and_unix_sockets_ask_for_no_key(hosts: Hosts, tmp_path: object) -> None:

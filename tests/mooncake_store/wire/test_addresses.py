@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 
 import msgspec
 import pytest
@@ -31,6 +32,18 @@ decode = msgspec.msgpack.Decoder(int).decode
 )
 def test_names_become_numbers_and_all_else_stays(address: str, bound: str) -> None:
     assert bindable(address) == bound
+
+
+def test_a_name_with_an_ipv6_address_only_is_rejected_as_such(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def resolve(name: str, port: None, family: int, kind: int) -> None:
+        assert (name, family) == ("six.example", socket.AF_INET)
+        raise socket.gaierror(socket.EAI_ADDRFAMILY, "Address family not supported")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(NameUnknown, match=r"'six\.example' is no host with an IPv4 address"):
+        number_of_host("six.example")
 
 
 def test_a_name_that_nobody_has_is_named() -> None:
