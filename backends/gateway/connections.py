@@ -5,8 +5,8 @@ without end. They are a request that does not arrive or arrives byte by byte, an
 read, and the number of connections. The module rejects requests that are not HTTP in OpenAI's error
 format. It detects that a client has disconnected even if bytes follow the client's request.
 
-The time limit of a request's head, and then of its body, begins with its first byte. Further bytes
-do not extend the limit.
+The time limit of the first request's head begins with the connection, and that of a later head with
+its first byte. The limit of a body begins after the head. Received bytes do not extend a limit.
 
 Connections count from `accept` on, before TLS. When the limit of one address or of all addresses is
 reached, the connection that has been idle longest is closed. If none is idle, the new connection is
@@ -89,7 +89,7 @@ class BoundedListener(socket.socket):
         return set()
 
     def of(self, descriptor: int) -> AcceptedConnection | None:
-        """The accepted connection with this descriptor."""
+        """The accepted connection with this descriptor; None if the table has none."""
         return next((each for each in self.connections if each.fileno() == descriptor), None)
 
     def _admit(self, connection: AcceptedConnection, host: str) -> bool:
@@ -127,7 +127,7 @@ def _end_handshake(connection: AcceptedConnection) -> None:
 
 
 def network_of(host: str) -> str:
-    """The IPv4 address, or the /64 network of an IPv6 address, because a client owns all of it."""
+    """The IPv4 address, or the /64 network of an IPv6 address: one client owns all of it."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

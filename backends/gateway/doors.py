@@ -2,7 +2,7 @@
 
 This middleware reads or makes the request id (`X-Request-Id`), checks the API key if keys are
 configured, limits the body, rejects new requests while the process drains, and counts requests. It
-is plain ASGI, because each token of an answer passes through it; this costs one call.
+is plain ASGI, so that each message of an answer costs only one more call.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FOREIGN_PAGE = (
     "this request comes from a page of another site, which is refused without API keys; give the "
     "server keys (--api-keys)"
 )
-# Such a page must not call the gateway by a DNS name of its own that points to this machine.
+# A foreign page must not call the gateway by a DNS name that points to this machine.
 FOREIGN_NAME = (
     "{host} may be a foreign DNS name for this machine; without API keys call localhost or an "
     "address, or give the server keys (--api-keys). A proxy before it can send `Host: localhost`"
@@ -172,7 +172,7 @@ class Doors:
 
 
 def bearer(header: bytes) -> str:
-    """The key in an Authorization header; "" without one."""
+    """The key in an Authorization header; "" without a header or with another scheme."""
     scheme, _, key = header.decode("latin-1").strip().partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

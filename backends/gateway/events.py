@@ -1,8 +1,8 @@
 """The bytes of an answer: server-sent events, one JSON object, or a refusal. Pure.
 
-A stream has one event for each token. The constant parts of an event are therefore encoded once,
-and an event is joined from bytes. The last event with text has the finish reason. Then follow the
-token counts, if the client wants them, and `[DONE]`.
+A stream has one event for each message of the conductor, often for each token. Therefore the
+constant parts of an event are encoded once, and an event is joined from bytes. The last event with
+text has the finish reason. Then follow the token counts, if the client wants them, and `[DONE]`.
 
     data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{...}]}
 """
@@ -37,7 +37,7 @@ class AnswerPiece(NamedTuple):
 
     text: bytes
     finish_reason: str  # the conductor's; "": more pieces follow
-    output_tokens: int = 0  # number of tokens in this message
+    output_tokens: int = 0  # tokens in this message; the counts are 0 if not requested
     prompt_tokens: int = 0
     cached_tokens: int = 0
     logprobs: PieceLogprobs | None = None

@@ -38,7 +38,7 @@ class Field:
     name: str
     kind: str  # key of SCHEMAS
     meaning: str  # description in the OpenAPI schema
-    tensor: str = ""  # the conductor's input; "": infer_request.py converts the field
+    tensor: str = ""  # the conductor's input; "": infer_request.py converts or ignores the field
     routes: tuple[str, ...] = BOTH
 
 

@@ -1,7 +1,7 @@
 """Calls to the frontend's Triton: one ModelStreamInfer for each request, and readiness probes.
 
 The calls use the generated stub over asyncio without a further layer. A message is parsed once, and
-its tensors are read without a copy. Requests are spread over CHANNELS connections, because one
+its tensors are read from its raw bytes. Requests are spread over CHANNELS connections, because one
 thread of Triton serves an HTTP/2 connection.
 """
 
@@ -43,7 +43,7 @@ class ServedModel:
     """The model that the conductor serves."""
 
     name: str  # the last part of the checkpoint's path
-    checkpoint: str  # as in the conductor's config.pbtxt
+    checkpoint: str  # as in the conductor's config.pbtxt; demo if it names none
 
 
 class FrontendCalls:
@@ -70,7 +70,7 @@ class FrontendCalls:
         return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), names)
 
     async def describe_model(self) -> dict[str, Any]:
-        """The conductor's facts of its model; {} if the call fails."""
+        """The conductor's facts of its model; {} if the call fails or returns no JSON object."""
         try:
             facts = msgspec.json.decode(await self.describe(True, {}))
         except (HttpRefusal, msgspec.DecodeError):
@@ -119,15 +119,15 @@ class FrontendCall:
         self.is_left = False
 
     def leave(self) -> None:
-        """Cancel the call after the client disconnected. The conductor frees the request."""
+        """Cancel the call, so that the conductor ends the request. No effect on a closed call."""
         self.is_left = True
         self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
         """Yield pieces until the conductor closes the call.
 
-        The call is closed soon after its last piece; a failure after that piece is ignored. After
-        `leave`, iteration raises asyncio's CancelledError.
+        The call is closed at most END_S_MAX after its last piece; a failure after that piece is
+        ignored. After `leave` before that piece, iteration raises asyncio's CancelledError.
         """
         is_finished, end = False, None
         try:
@@ -197,7 +197,7 @@ def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:
 
 
 def broken(error: grpc.RpcError) -> HttpRefusal:
-    """The refusal for a failed connection."""
+    """The refusal for a gRPC error: a failed connection, or a message that is too long."""
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return HttpRefusal(413, "too_large_body", details)

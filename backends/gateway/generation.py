@@ -91,7 +91,7 @@ class GenerationResponse(Response):
             self._call.leave()
 
     async def _watch(self, receive: Receive) -> None:
-        """Wait for the disconnect, the only message after a read body, then cancel the call."""
+        """Wait for the disconnect, then cancel the call. No other message follows the body."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._call.leave()

@@ -1,7 +1,7 @@
 """Converts a request of OpenAI's interface into the conductor's message. Pure.
 
-This module sets OpenAI's defaults of missing fields: temperature 1 and a random seed. The length of
-an answer then defaults to the conductor's `output_tokens_default`.
+This module sets OpenAI's defaults of missing fields: temperature 1 and a random seed. Without
+`max_tokens`, the conductor's `output_tokens_default` limits the length of an answer.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.Model
 
 
 def describe_request(parameters: Mapping[str, str | bool]) -> service_pb2.ModelInferRequest:
-    """A message that asks for a description instead of an answer. Triton requires one input."""
+    """A message with a `describe` parameter, which generates nothing. Triton requires one input."""
     message = service_pb2.ModelInferRequest(model_name=MODEL)
     message.inputs.add(name="stream", datatype="BOOL", shape=(1, 1))
     message.raw_input_contents.append(struct.pack(FORMATS["BOOL"], False))

@@ -53,7 +53,7 @@ def read_prompt(value: object) -> str | list[int]:
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """The messages in the conductor's format: roles, with texts or text parts."""
+    """The messages in the conductor's format: roles, texts or text parts. Raises HttpRefusal."""
     if not isinstance(value, list) or not value:
         raise bad_field("messages", f"messages is {shown(value)}; send at least one message")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
@@ -61,7 +61,7 @@ def read_messages(value: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """A request to /tokenize: either `prompt` or `messages` is empty."""
+    """A request to /tokenize: it gives one of `prompt` and `messages`; the other is empty."""
 
     model: str  # "": any model
     prompt: str

@@ -1,8 +1,8 @@
 """One gateway process: listens, serves, and drains at SIGTERM.
 
 At SIGTERM or SIGINT, `/ready` returns 503 at once, new requests are rejected, and open streams
-continue for at most `drain_s_max`. Then the process exits. Several processes may listen on one
-port; the kernel distributes the connections.
+continue for at most `drain_s_max`, or until a second signal. Then the process exits. Several
+processes may listen on one port; the kernel distributes the connections.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def listening_socket(listening: Listening) -> BoundedListener:
 
 
 def allow_descriptors(wanted: int) -> None:
-    """Raise the limit of open files, whose default of 1,024 is below CONNECTIONS_MAX."""
+    """Raise the limit of open files to `wanted`, or to the hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
@@ -99,7 +99,7 @@ def allow_descriptors(wanted: int) -> None:
 async def answer_own_page(
     gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answer any request with this process' metrics; for the launcher, on loopback."""
+    """Answer any request with this process' metrics. The launcher reads them on loopback."""
     if len(gateway.own_readers) >= OWN_READERS_MAX:
         writer.close()
         return

@@ -1,9 +1,9 @@
 """Sends spans to an OpenTelemetry collector over OTLP's gRPC, in a thread of its own.
 
 Callers append spans to a bounded queue and return at once, so no request waits for a collector.
-When the collector is slow or down, the queue fills up and further spans are dropped. Exported and
-dropped spans are counted. OpenTelemetry's own batch processor drops without a count, and drops
-single spans instead of whole requests; so this queue stays.
+While the collector is slow, the queue fills up and further spans are dropped. Spans of a failed
+message are dropped. Exported and dropped spans are counted. OpenTelemetry's own batch processor
+drops without a count, and drops single spans instead of whole requests; so this queue stays.
 
 OpenTelemetry's packages (extra `tracing`) are imported only where an endpoint is configured. Their
 variables apply too: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES.
@@ -96,7 +96,7 @@ class SpanExport:
             self._is_due.set()
 
     def close(self) -> None:
-        """Send the queue, for at most CLOSE_S_MAX."""
+        """Send the queue, for at most CLOSE_S_MAX. Spans offered afterwards count as lost."""
         self._is_closing = True
         self._is_due.set()
         self._thread.join(timeout=CLOSE_S_MAX)
@@ -161,7 +161,7 @@ class Tracing:
     def context_of(self, traceparent: object) -> tuple[TraceContext, str]:
         """(context of a new span, its parent's span id or "").
 
-        The span is of the client's trace, or of a new trace if the client names none.
+        The span is of the client's trace, or of a new trace without a valid traceparent.
         """
         parent = parse_traceparent(traceparent)
         if parent is None:

@@ -25,7 +25,7 @@ class OtlpSender:
     """Sends to one collector; see export.Sender."""
 
     def __init__(self, endpoint: str) -> None:
-        # The exporter logs every failed batch. export.py logs the first one only.
+        # The exporter logs every failed batch. export.py logs the first failure after a success.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
         host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
         # A collector on this machine needs no proxy; gRPC follows `no_proxy` for other hosts.

@@ -31,8 +31,8 @@ _RATIO_BITS = 56  # the low bits of a trace id, which are random in every versio
 class TraceContext:
     """A span that can have children."""
 
-    trace_id: str  # 32 hexadecimal digits
-    span_id: str  # 16 hexadecimal digits
+    trace_id: str  # 32 hexadecimal digits; "" for a request without a trace
+    span_id: str  # 16 hexadecimal digits; "" for a request without a trace
     is_sampled: bool
 
     @property

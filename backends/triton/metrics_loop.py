@@ -28,7 +28,7 @@ class MetricsLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish the last counts and set gauges to 0; to be called after the subject's close."""
+        """Publish the last counts and set gauges to 0. Call it after the subject's close."""
         self._is_closing.set()
         self._thread.join(timeout=5.0)
 

@@ -113,7 +113,7 @@ def parameters_of(request: Any) -> dict[str, Any]:
 
 
 class Reply:
-    """The response stream of one request. Thread-safe, and closed exactly once."""
+    """The response stream of one request. Thread-safe. A closed reply ignores further calls."""
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()

@@ -82,7 +82,7 @@ def make_worker(
 def make_flipping_worker(
     role: str, model: str, repository: str, config: Any, of_other_role: Any
 ) -> FlippingWorker:
-    """A worker of both roles, which starts with `role`; the speed of both is measured now."""
+    """A worker of both roles, which starts with `role`. Measures the speed of both if needed."""
     from backends.workers import machine_profile
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.lasting_parts import LastingParts
