@@ -1,9 +1,9 @@
 """The secret by which the processes of a launch authenticate calls and messages.
 
-`mooncake serve` makes one secret at each start and puts it into the environment of its processes.
-It is in no argument list and no log. The hosts of a deployment share one secret. A process without
-a secret (started by hand) accepts only processes without one. The secret is checked in
-triton/triton_io.py and workers/protocol.py.
+`mooncake serve` makes a new secret at each start on a single machine; the hosts of a deployment
+share one secret. The launcher puts the secret into the environment of its processes, never into an
+argument list or a log. A worker without a secret (started by hand) rejects all calls. Calls are
+checked in triton/triton_io.py, messages in workers/protocol.py.
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def secret_of_launch() -> str:
 
 
 def is_right(given: object, secret: str) -> bool:
-    """Compare in constant time."""
+    """Compare in constant time. JSON may contain lone surrogates, which are not valid UTF-8."""
     text = given if isinstance(given, str) else ""
-    return hmac.compare_digest(text.encode(), secret.encode())
+    return hmac.compare_digest(text.encode("utf-8", "surrogatepass"), secret.encode())

@@ -20,7 +20,7 @@ def test_a_secret_is_right_or_not() -> None:
     made = launch_secret.make_secret()
     assert made != launch_secret.make_secret() and len(made) >= 32
     assert launch_secret.is_right(made, made)
-    for wrong in ("", made[:-1], made + "0", None, 7, made.encode()):
+    for wrong in ("", made[:-1], made + "0", "\ud800", None, 7, made.encode()):
         assert not launch_secret.is_right(wrong, made)
 
 
