@@ -178,7 +178,7 @@ MORE_FRONTENDS = (
 
 
 def read_config(cls: type[C], model: str, raw: Mapping[str, str], count: int = 1) -> C:
-    """Build `cls` from config.pbtxt `parameters`; raises ConfigError with every mistake."""
+    """Build `cls` from the parameters of config.pbtxt; raises ConfigError with every mistake."""
     (config,) = read_configs((cls,), model, raw, count)
     return config  # type: ignore[return-value]
 
@@ -190,10 +190,8 @@ def read_configs(
     count: int = 1,
     together: Callable[..., Iterable[str]] = lambda *configs: (),
 ) -> list[Any]:
-    """One object per class from one flat list of parameters; classes may share names.
-
-    `together`: finds the problems across the objects.
-    """
+    """One object per class from one flat list of parameters; classes may share names. `count`: the
+    model's instances. `together` finds problems across the objects. Raises ConfigError."""
     configs, found = check_configs(classes, _by_new_names(model, raw), together)
     if count != 1:
         more = MORE_FRONTENDS if FrontendConfig in classes else MORE_WORKERS
@@ -244,8 +242,7 @@ def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
 
 
 def convert(kind: str, text: str) -> object:
-    """The value of a parameter of this kind: bool, int, float or str. ValueError: it is of another
-    kind."""
+    """The value of a parameter of this kind: bool, int, float or str. ValueError for other text."""
     if kind == "bool":
         lowered = text.strip().lower()
         if lowered not in TRUE + FALSE:
@@ -293,7 +290,8 @@ class FrontendConfig:
 
 
 def checkpoint_folder(checkpoint: str, repository: str) -> Path:
-    """The folder of `checkpoint`; relative paths start beside the model repository."""
+    """The folder of `checkpoint`: the shipped one for "demo", else of `path_beside`. Raises
+    ConfigError if the folder has no config.json."""
     if checkpoint == "demo":
         return Path(__file__).parent / "demo_checkpoint"
     path = path_beside(checkpoint, repository)

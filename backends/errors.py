@@ -90,8 +90,8 @@ class WorkerRefused(WorkerUnreached):
 
 
 class WorkerDistrusts(WorkerRefused):
-    """Worker and caller have different secrets. Launch secrets are read at process start, so this
-    worker is not probed."""
+    """Worker and caller have different secrets. Only a restart changes a secret, so the frontend
+    does not probe this worker."""
 
     prefix = "unavailable: distrusts:"
 

@@ -108,6 +108,6 @@ def unavailable(message: str) -> HttpRefusal:
 
 
 def retry_after_s(wait_s: float) -> int:
-    """Whole seconds for the header; at least one, so that clients do not retry at once."""
+    """Whole seconds for the header, 1 to RETRY_AFTER_S_MAX."""
     whole_s = math.ceil(wait_s) if math.isfinite(wait_s) else RETRY_AFTER_S_MAX
     return min(max(whole_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)

@@ -20,7 +20,7 @@ class Tensor:
     name: str
     dtype: str  # Triton's, without TYPE_
     dims: tuple[int, ...] = (1,)
-    neutral: object = None  # of an unsupported input: the only value that is accepted
+    neutral: object = None  # the only accepted value of an unsupported input; None: none
 
 
 SUPPORTED_INPUTS = (
@@ -126,7 +126,7 @@ TRITON_PARAMETERS = {"triton_enable_empty_final_response", "binary_data_output",
 
 
 def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
-    """A problem for each unsupported input that has another value than the neutral one."""
+    """A problem for each unsupported input with another value; empty tensors are accepted."""
     found = []
     for tensor in UNSUPPORTED_INPUTS:
         value = inputs.get(tensor.name)

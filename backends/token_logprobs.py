@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 TOP_LOGPROBS_MAX = 20  # as in OpenAI's interface
-PART_TOKENS = 256
+PART_TOKENS = 256  # tokens of one part of the vocabulary (`_best`)
 NO_LOGPROBS = -1  # value of `top_logprobs` for a request without logprobs
 
 
@@ -38,7 +38,7 @@ def _best(logits: NDArray[Any], few: int) -> NDArray[np.intp]:
     millisecond.
 
     The vocabulary is divided into parts. The `few`-th largest of the parts' maxima is a lower limit
-    of the result. Few tokens are above this limit, and only these are sorted.
+    of the result. Few tokens reach this limit, and only these are sorted.
     """
     values = np.maximum.reduceat(logits, np.arange(0, len(logits), PART_TOKENS))
     if len(values) < few:

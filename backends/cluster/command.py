@@ -60,13 +60,13 @@ Base = Annotated[
     Path, typer.Option("--model-repository", help="The model repository to render from.")
 ]
 
-# What a command prints as its failure, without a traceback.
+# Errors that a command prints without a traceback.
 FAILURES = (ClusterFileInvalid, TemplateMissing, tenants_file.TenantsInvalid, StoreError, OSError)
 
 
 @contextlib.contextmanager
 def shown_mistakes() -> Iterator[None]:
-    """Print mistakes of the file to stderr and exit with status 1."""
+    """Print mistakes of the file, or another of FAILURES, to stderr and exit with status 1."""
     try:
         yield
     except FAILURES as error:
@@ -311,8 +311,9 @@ def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> P
 
 
 def join_as_operator(deployment: Deployment, host: str = "") -> str:
-    """Give this process the keys of `host`; returns the directory's address. Without `host`, the
-    first host whose keys are on this machine. Raises ClusterFileInvalid if there are no keys."""
+    """Set the variables of this process for the keys of `host`; returns the directory's address.
+    Without `host`, the first host whose keys are on this machine. Raises ClusterFileInvalid if the
+    file names a folder of keys and this machine has none of them."""
     if deployment.is_insecure:
         os.environ[INSECURE_VARIABLE] = "1"
     if deployment.keys_folder:

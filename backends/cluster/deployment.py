@@ -8,8 +8,8 @@
     conductor, slo             parameters of routing and admission; latency targets
     keys, trusted_data_network access keys; network interfaces on which KV moves unencrypted
 
-A `Deployment` is always valid. A file with mistakes raises `ClusterFileInvalid`, which lists all
-mistakes, each with its line, path and remedy.
+`load` and `parse` return only a valid `Deployment`. A file with mistakes raises
+`ClusterFileInvalid`, which lists all mistakes, each with its line, path and remedy.
 
 Not here: reading the file (cluster_file.py), what one host runs (host_plan.py).
 """

@@ -5,7 +5,7 @@
        had left, and their frontends resume them on other workers.
     3. Blocks whose only copies are on nodes of the host are copied to nodes of other hosts.
        Those nodes pull the blocks, so the bytes do not pass through this process. A block on SSD
-       is first loaded into its node's DRAM, so the host's nodes accept blocks until this step.
+       is first loaded into its node's DRAM, so the host's nodes accept blocks until step 4.
     4. The host's storage nodes accept no new blocks. Blocks that arrived since are copied too.
 
 Then the host can be stopped without loss. A restarted worker accepts requests again. The drain flag
@@ -95,7 +95,8 @@ class HostDrain:
     def run(
         self, requests_s_max: float, deadline_s: float, on_progress: Callable[[str], None]
     ) -> Left:
-        """Drain the host; returns what is left. Requests are moved after `requests_s_max`."""
+        """Drain the host for at most `deadline_s`; returns the requests and blocks that remain.
+        Requests are moved after `requests_s_max`."""
         began_s = time.monotonic()
         give_up_s = began_s + deadline_s
         while True:

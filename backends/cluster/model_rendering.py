@@ -53,7 +53,7 @@ def templates_in(base: Path) -> dict[str, str]:
 def rendered_models(
     deployment: Deployment, plan: HostPlan, templates: Mapping[str, str]
 ) -> dict[str, str]:
-    """Model -> text of its config.pbtxt, for all models of the host."""
+    """Model -> text of its config.pbtxt, for all models of the host. Raises TemplateMissing."""
     head = f"# Rendered from {deployment.file_name}; an edit here wins until "
     head += "`mooncake cluster render models`.\n"
     found: dict[str, str] = {}

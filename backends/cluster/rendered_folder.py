@@ -33,7 +33,7 @@ class Difference:
 
     model: str
     kind: str  # edited | outdated | removed | added | missing
-    changes: tuple[str, ...] = ()  # "threads: 2, rendered 1"
+    changes: tuple[str, ...] = ()  # "threads: 2, in the cluster file 1"
 
     def __str__(self) -> str:
         remedy = {
@@ -48,7 +48,8 @@ class Difference:
 
 
 class RenderedFolder:
-    """The rendered models of one host; `base` is the repository of templates."""
+    """The rendered models of one host; `base` is the repository of templates. Raises
+    TemplateMissing if `base` lacks a template."""
 
     def __init__(self, deployment: Deployment, plan: HostPlan, base: Path) -> None:
         self.repository = Path(plan.folder) / plan.model_repository
@@ -93,7 +94,7 @@ class RenderedFolder:
         return found
 
     def _write_model(self, model: str, text: str) -> None:
-        """Write a model: first its version folder, because Triton loads it once it has a config."""
+        """Write a model. Its config is last, because Triton then loads it."""
         folder = self.repository / model
         (folder / "1").mkdir(parents=True, exist_ok=True)
         partial = self.repository.parent / f".{model}.{CONFIG}"

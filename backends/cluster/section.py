@@ -56,7 +56,7 @@ class YamlEntry:
 
 
 def read_tree(text: str) -> tuple[YamlEntry, list[tuple[int, str]]]:
-    """The tree, and (line, problem) of each entry that was left out. Raises YamlInvalid."""
+    """The tree, and (line, problem) of each mistake in it. Raises YamlInvalid."""
     if len(text) > CHARACTERS_MAX:
         what = f"{len(text)} characters, but the limit is {CHARACTERS_MAX}: check the file's name"
         raise YamlInvalid(1, what)
@@ -214,7 +214,7 @@ class FileSection:
         return list(self._keys)
 
     def others(self, *excluded: str) -> dict[str, str]:
-        """The keys except `excluded`, which must have single values."""
+        """Key -> its single value, for all keys but `excluded`; empty keys are left out."""
         return {
             name: text
             for name in self._keys
@@ -304,7 +304,7 @@ class FileSection:
 
 
 def did_you_mean(word: str, known: set[str]) -> str:
-    """The remedy for an unknown word, to be appended to the problem."""
+    """The remedy for an unknown word, to be appended to the problem; "" if nothing is known."""
     near = difflib.get_close_matches(word[:100], sorted(known), n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"

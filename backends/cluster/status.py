@@ -32,7 +32,7 @@ UP, DOWN, UNKNOWN = "up", "DOWN", "not asked"
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """The parts of one host, each with its state in words."""
+    """The parts of a host, or of an etcd endpoint outside the hosts, with their states."""
 
     name: str
     address: str
@@ -193,7 +193,7 @@ def _worker(snapshot: Snapshot, model: str) -> str:
 
 
 def _strangers(deployment: Deployment, known: _Known) -> list[str]:
-    """Registered workers and nodes that the file lacks: elastic pods, copied workers, others."""
+    """Registered workers and nodes that the file lacks, such as those of elastic pods."""
     if known.snapshot is None:
         return []
     models = {worker.model for worker in deployment.workers}

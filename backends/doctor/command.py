@@ -119,7 +119,7 @@ def worker_files(texts: Mapping[str, str]) -> list[ModelFile]:
 
 
 def start_findings(ports: dict[str, int], shm_bytes: int) -> Iterator[Finding]:
-    """Why `mooncake serve` could not start now, by its own checks of host and ports."""
+    """Why `mooncake serve` could not start now, by the launcher's checks of host and ports."""
     try:
         triton = environment.find_triton()
     except environment.EnvironmentProblem:

@@ -63,11 +63,11 @@ class HostFacts:
     devices: Mapping[str, str] = field(default_factory=dict)  # worker with engine torch -> device
     shm_bytes: int = 0
     shm_free_bytes: int = 0
-    shm_needed_bytes: int = 0
+    shm_needed_bytes: int = 0  # of the next start; 0 while a system runs
     shm_huge: str = ""  # its mount option: always, within_size, advise; "": small pages
     numa_nodes: int = 1  # NUMA nodes with memory
     memory_free_bytes: int = 0  # available memory; 0: unknown
-    files_max: int = 0
+    files_max: int = 0  # soft limits; sys.maxsize: none
     locked_bytes_max: int = 0
     has_rdma: bool = False
     cores: int = 1
@@ -111,7 +111,7 @@ def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -
 
 
 def packages() -> tuple[PackageFacts, ...]:
-    """The packages of SHOWN that our distribution requires."""
+    """The packages of SHOWN that our distribution requires; () if it is not installed."""
     found: dict[str, PackageFacts] = {}
     with contextlib.suppress(metadata.PackageNotFoundError):
         for line in metadata.requires(DISTRIBUTION) or []:
@@ -150,7 +150,7 @@ def gpus() -> int:
 
 
 def shm_huge(mounts: Path = Path("/proc/mounts")) -> str:
-    """The option `huge` of the last mount at /dev/shm."""
+    """The option `huge` of the last mount at /dev/shm; "" for never or none."""
     found = ""
     with contextlib.suppress(OSError):
         for line in mounts.read_text("utf-8", "replace").splitlines():

@@ -141,7 +141,7 @@ def native_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def shm_findings(facts: HostFacts) -> Iterator[Finding]:
-    """The size of /dev/shm. environment.py checks the room that a start needs."""
+    """/dev/shm, its pages, and free memory. environment.py checks the room for a start."""
     size, free = facts.shm_bytes / 2**20, facts.shm_free_bytes / 2**20
     said = f"{size:.0f} MiB, {free:.0f} MiB free"
     if facts.shm_bytes and facts.shm_bytes < 2**30:

@@ -31,7 +31,7 @@ class FirstTokenTimed:
     """One request of a few tokens, sent from this process."""
 
     ttft_s: float = 0.0
-    problem: str = ""
+    problem: str = ""  # why no token came; "" if one did
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,13 @@ class RunningFacts:
     settings: RunningSettings
     models: Mapping[str, bool]  # name -> the model is ready
     page: Page
-    clock_skew_s: float  # clock of the launcher's host minus ours
+    clock_skew_s: float  # clock of the launcher's host minus that of this host
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # worker -> node -> B/s
     request: FirstTokenTimed | None = None  # None: the host has no frontend
 
 
 def read_running(settings: RunningSettings, metrics_url: str) -> RunningFacts:
+    """Raises OSError, ValueError, KeyError or TypeError if the launcher does not answer."""
     base = metrics_url.removesuffix("/").removesuffix("/metrics")
     ready, skew_s = _get(f"{base}/ready")
     page, _ = _get(f"{base}/metrics")
@@ -60,7 +61,6 @@ def read_running(settings: RunningSettings, metrics_url: str) -> RunningFacts:
 
 
 def running_findings(facts: RunningFacts) -> Iterator[Finding]:
-    """Pure."""
     silent = sorted(name for name, is_ready in facts.models.items() if not is_ready)
     if silent:
         yield broken(

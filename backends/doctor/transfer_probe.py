@@ -43,8 +43,8 @@ class ProbedWay:
 
 
 def probe() -> list[ProbedWay]:
-    """Measure in a child process. If the store does not start or the child crashes, the result has
-    one entry with this problem."""
+    """Measure in a child process. If the child crashes, or has no result within PROBE_S_MAX, the
+    list has one entry with the problem, and its transport is `any`."""
     with tempfile.TemporaryDirectory(prefix="mooncake-doctor-") as folder:
         child = subprocess.Popen(
             [sys.executable, "-m", "backends.doctor.transfer_probe", folder],
@@ -73,7 +73,7 @@ def probe() -> list[ProbedWay]:
 
 
 def measure(folder: Path) -> list[ProbedWay]:
-    """Measure in this process. `folder`: for sockets and logs. Raises ChildDied."""
+    """Measure in this process. `folder`: for sockets and logs. ChildDied without a store."""
     options = ["--data", "127.0.0.1:0"]
     nodes = [_node_name(os.getpid(), which) for which in ("own", "other")]
     store = StoreProcesses(folder, nodes, SEGMENT_BYTES, None, 0, [], options)

@@ -1,10 +1,10 @@
 """Every metric that this project shows on Triton's metrics port: name, kind, unit, meaning.
 
-The only place where a metric is declared: publishing another name, label or label value fails
-(backends/metrics/page.py), and docs/metrics.md is printed from it (tools/metric_docs.py).
+Metrics are declared only here: publishing another name, label or label value fails
+(backends/metrics/page.py), and docs/metrics.md is printed from this table (tools/metric_docs.py).
 
-Prometheus' habits: base units in the name (`_seconds`, `_bytes`), `_total` at the end of a counter.
-Every series also carries `model`, the Triton model that publishes it. Pure: no Triton, no numbers.
+Names follow Prometheus: base units (`_seconds`, `_bytes`), and `_total` at the end of a counter. A
+series of a Triton model also carries the label `model`, its publisher. Pure.
 Not here: where a number comes from (backends/frontend/metrics.py, backends/workers/metrics.py).
 """
 
@@ -16,11 +16,11 @@ from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
 FRONTEND, PREFILL, DECODE = "conductor", "prefill", "decode"  # backends, not models
-GATEWAY = "gateway"  # no model: a process of its own, where there is an --openai-port
+GATEWAY = "gateway"  # not a model: the processes of --openai-port
 WORKERS = (PREFILL, DECODE)
 
-# Half a millisecond to two minutes, each bound 1.3 to 2 times the one before: an interpolated
-# percentile is off by a third at most.
+# Half a millisecond to two minutes, each bound 1.25 to 2 times the one before. This factor also
+# bounds the error of an interpolated percentile.
 SECONDS = (
     0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075,
     0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0,
@@ -44,7 +44,7 @@ SPAN_RESULTS = ("exported", "lost")
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """`values`: all possible values; (): names that the operator chose."""
+    """`values`: all possible values; (): any value."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Metric:
     name: str
     kind: Kind
     unit: str
-    publishers: tuple[str, ...]  # backends whose models publish the metric
+    publishers: tuple[str, ...]  # backends whose models publish the metric, or GATEWAY
     meaning: str
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()

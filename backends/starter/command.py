@@ -1,8 +1,8 @@
 """`mooncake init`: makes a model repository with a checkpoint, to serve and to edit.
 
 The models are the shipped ones. Their `checkpoint` parameter names a copy of the demo checkpoint in
-the new folder. The folder is filled under a temporary name and then renamed, so it is complete or
-missing.
+the new folder. A new folder is filled under a temporary name and then renamed, so it is complete or
+missing. An existing empty folder receives the finished content entry by entry.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def init(
 
 
 def lay_down(folder: Path) -> list[str]:
-    """Make the folder; returns its models. Raises FolderInUse or OSError and leaves no folder."""
+    """Fill the folder; returns its models. Raises FolderInUse or OSError; a new folder is then not
+    left behind."""
     folder = folder.resolve()  # servers resolve links before they use relative paths
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FolderInUse(f"{folder} exists and is not empty: name another folder, or remove it")

@@ -42,7 +42,7 @@ def environment(option: Path | None, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def problems(option: Path | None, env: Mapping[str, str]) -> list[str]:
-    """Why a launch cannot start with these keys."""
+    """Why a launch cannot start with these keys; [] if it can."""
     try:
         ApiKeys.of(environment(option, env).get(VARIABLE, ""))
     except TenantsInvalid as error:
@@ -93,7 +93,7 @@ class ApiKeys:
         """Keys of a file, or of `text`, which never changes. Raises TenantsInvalid."""
         self._pepper = secrets.token_bytes(KEY_BYTES)
         self._files: LiveFiles[KeyTable] | None = None
-        self._whole: KeyTable | None = None  # of the latest valid file
+        self._whole: KeyTable | None = None  # table of the latest valid content
         if path is not None:
             tenants_file.read(path)  # raises TenantsInvalid with the file's own message
             self._files = LiveFiles([path], lambda: self._read(path))
@@ -104,7 +104,7 @@ class ApiKeys:
 
     @classmethod
     def of(cls, given: str) -> ApiKeys | None:
-        """Keys of a path or of a file's text; None if both are missing."""
+        """Keys of a path or of a file's text; None for "". Raises TenantsInvalid."""
         if not given:
             return None
         return cls(None, given) if given.startswith("{") else cls(Path(given))

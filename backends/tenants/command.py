@@ -36,7 +36,7 @@ app = typer.Typer(
 )
 File = Annotated[Path, typer.Argument(help="the file of `mooncake serve --api-keys`")]
 ID_CHARACTERS_MIN = 6  # shortest prefix of a key id that `revoke` accepts
-LIMIT = "no limit without it; 0 removes a limit"
+LIMIT = "unchanged without it, and none for a new tenant; 0 removes a limit"
 
 
 @contextmanager

@@ -4,7 +4,8 @@
     API keys, valid proof    the file's tenant: its cache salt, its priority, its limits
     API keys, no tenant      the default tenant, without a salt; rejected if the file has
                              `keyless` as `refused`, except for `describe`
-    API keys, invalid proof  rejected: the tenant's proof is missing, expired or wrong
+    API keys, invalid proof  rejected: the tenant's proof is missing, expired or wrong, or the
+                             tenant is not in the file any more
 
 With API keys a client may lower its priority (`request_priority`), but not raise it above its
 tenant's.
@@ -49,7 +50,7 @@ class Principal:
 def principal_of(
     parameters: Mapping[str, Any], keys: ApiKeys | None, secret: str, now_unix_s: float
 ) -> Principal:
-    """The principal of a request; raises Forbidden if keys are configured and the proof fails."""
+    """The principal of a request. Raises Forbidden for a request that the table above rejects."""
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")
     if keys is None:
         return Principal(named if isinstance(named, str) else "")  # other types are rejected later

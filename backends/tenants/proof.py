@@ -35,7 +35,7 @@ def prove(name: str, at_unix_s: float, secret: str) -> str:
 
 
 def is_proven(name: str, proof: object, secret: str, now_unix_s: float) -> bool:
-    """Whether `proof` is a valid proof of this name."""
+    """Whether `proof` is a valid proof of this name; False without a secret."""
     if not isinstance(proof, str) or not secret:
         return False
     moment, _, code = proof.partition(" ")

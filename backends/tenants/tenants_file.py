@@ -40,7 +40,7 @@ LIMIT_MAX = 2**53  # largest limit up to which a float counts exactly
 
 
 class TenantsInvalid(Exception):
-    """The file cannot be used; the message has every reason."""
+    """The file cannot be used. The message has every mistake, or the first one in its JSON."""
 
 
 class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -98,12 +98,13 @@ def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
 
 
 def read(path: Path) -> TenantsFile:
-    """The parsed file. Raises TenantsInvalid with every mistake, or if others may read it."""
+    """The parsed file. Raises TenantsInvalid, as `content` and `parse` do."""
     return parse(content(path), str(path))
 
 
 def content(path: Path) -> bytes:
-    """The file's bytes. Raises TenantsInvalid if it cannot be read, or if others may read it."""
+    """The file's bytes. Raises TenantsInvalid if this process cannot read the file, if others have
+    any right to it, or if its group may write it."""
     try:
         mode = path.stat().st_mode
         raw = path.read_bytes()
@@ -118,7 +119,7 @@ def content(path: Path) -> bytes:
 
 
 def parse(raw: bytes, what: str) -> TenantsFile:
-    """Raises TenantsInvalid with every mistake; `what` names the source of the text."""
+    """Raises TenantsInvalid for mistakes; `what` names the source of the text."""
     try:
         found = msgspec.json.decode(raw, type=TenantsFile)
     except msgspec.MsgspecError as error:
@@ -147,21 +148,25 @@ def problems_of(file: TenantsFile) -> Iterator[str]:
 
 def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
     if not NAME.fullmatch(name):
-        yield f"tenant {name!r}: a name has 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-'"
+        yield (
+            f"tenant {name!r}: a name has 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-', and begins "
+            "and ends with a letter or digit"
+        )
     if entry.salt is not None and len(entry.salt.encode()) > SALT_BYTES_MAX:
         yield f"tenant {name!r}: its salt is longer than {SALT_BYTES_MAX} bytes"
     if name == DEFAULT and entry.salt:
         yield f"tenant {name!r}: remove its salt; it shares KV with all requests without a tenant"
     if abs(entry.priority) > PRIORITY_MAX:
-        yield f"tenant {name!r}: priority is {entry.priority}; at most {PRIORITY_MAX}"
+        yield f"tenant {name!r}: priority is {entry.priority}; at most +-{PRIORITY_MAX}"
     for limit in LIMITS:
         value = getattr(entry, limit)
         if value is not None and not 1 <= value <= LIMIT_MAX:
-            yield f"tenant {name!r}: {limit} is {value}; use 1 or more, or leave it out"
+            yield f"tenant {name!r}: {limit} is {value}; use 1 to {LIMIT_MAX} or none"
 
 
 def write(path: Path, file: TenantsFile) -> None:
-    """Replace the file atomically, never readable by others; call it within `sole_writer`."""
+    """Replace the file atomically, never readable by others; call it within `sole_writer`. Raises
+    OSError, or TenantsInvalid for mistakes in `file`."""
     if problems := list(problems_of(file)):
         raise TenantsInvalid("\n".join(problems))
     raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"

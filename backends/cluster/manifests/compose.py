@@ -35,7 +35,7 @@ BACK = "../.."  # from compose.yaml to the folder of the cluster file
 
 def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> str:
     """The text of compose.yaml, which is two folders below the cluster file. `owners` maps hosts to
-    the user id that owns their keys."""
+    the user id that owns their keys. Raises ClusterFileInvalid for unfit paths or addresses."""
     file = deployment.file_name
     services = {
         name: _service(deployment, host_plan(deployment, name), number, (owners or {}).get(name))
@@ -99,7 +99,7 @@ def _service(
         },
     }
     if plan.frontend is not None and not is_loopback(deployment.frontends.address):
-        # Each frontend gets its own ports on the machine; the first one gets those of the file.
+        # The first host of the file has the file's ports on the machine, later hosts higher ones.
         ports = (deployment.frontends.http_port, deployment.frontends.grpc_port)
         service["ports"] = [f"127.0.0.1:{port + HOST_PORT_STEP * number}:{port}" for port in ports]
     return service
@@ -113,7 +113,8 @@ def _ask(plan: HostPlan) -> str:
 
 
 def _network(deployment: Deployment) -> dict[str, Any]:
-    """The smallest network with all addresses, at least a /24, with a free gateway address."""
+    """The smallest network with all IP addresses and a free gateway address, at least a /24; {} if
+    all hosts have DNS names."""
     addresses = [
         IPv4Address(each.address) for each in deployment.hosts.values() if is_ip(each.address)
     ]

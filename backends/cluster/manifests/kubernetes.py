@@ -57,7 +57,8 @@ CALM_S = 300  # time of low load before a pool shrinks, because a worker's KV is
 def kustomize_base(
     deployment: Deployment, text: str, gateway: PodGateway = NO_GATEWAY
 ) -> dict[str, str]:
-    """Name -> text of each file of the base; `text` is the cluster file itself."""
+    """Name -> text of each file of the base; `text` is the cluster file itself. Raises
+    ClusterFileInvalid if its hosts cannot be pods, or if API keys would not be checked."""
     _check_gateway(deployment, gateway)
     groups = _groups(deployment)
     files = {"cluster.yaml": text}

@@ -24,7 +24,7 @@ GPU = "nvidia.com/gpu"  # resource name of NVIDIA's device plugin
 USER = 1_000  # user id of the image
 BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
 SHM_EXTRA_BYTES = 1 << 30  # for Tritons in /dev/shm, in addition to the memory segments
-STOP_S = 60
+STOP_S = 60  # limit of the stop after a drain
 DRAIN_S_MAX = 240  # limit of the drain before a storage node stops
 
 # The Secret of the API keys is mounted as a folder, so that an edit reaches the pod after a minute

@@ -15,7 +15,7 @@ RECENT_S = 10.0  # "recent" numbers cover at least this time
 
 
 class NoStatus(Exception):
-    """The page cannot be read, or has no metrics of ours. The message names the remedy."""
+    """The message names the remedy."""
 
 
 def fetch_page(metrics_url: str) -> bytes:
@@ -25,6 +25,7 @@ def fetch_page(metrics_url: str) -> bytes:
 
 
 def fetch(metrics_url: str) -> Page:
+    """Raises NoStatus for a page that cannot be read or has no metrics of ours."""
     try:
         page = parse(fetch_page(metrics_url).decode(), time.monotonic())
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -42,7 +43,7 @@ def fetch(metrics_url: str) -> Page:
 
 
 class Readings:
-    """The pages of the last `recent_s` seconds, for rates. Pure."""
+    """The pages of the last `recent_s` seconds, for rates. `view` needs at least one page."""
 
     def __init__(self, recent_s: float = RECENT_S) -> None:
         self._recent_s = recent_s

@@ -44,7 +44,7 @@ class Page:
 
 
 def parse(text: str, read_at_s: float) -> Page:
-    """Raises ValueError when the text is no metrics page."""
+    """Our series in a page; none in other text. ValueError if a series of ours is malformed."""
     ours = [line for line in text.splitlines() if line.startswith(PREFIX)]
     series: dict[str, list[tuple[Labels, float]]] = {}
     for family in text_string_to_metric_families("\n".join(ours) + "\n"):
@@ -88,7 +88,8 @@ class Change:
 
 
 def quantile(count_at_most: Mapping[str, float], q: float) -> float | None:
-    """`count_at_most`: bound of a bucket, as text ("0.1", "+Inf") -> number of values up to it.
+    """The q-quantile of a histogram; None without values. `count_at_most` maps the bound of each
+    bucket, as text ("0.1", "+Inf"), to the number of values up to the bound.
 
     Interpolates linearly inside a bucket; the first bucket begins at 0. Beyond the last finite
     bound the result is that bound.
@@ -122,8 +123,8 @@ class Latency(msgspec.Struct, frozen=True):
 class PeriodView(msgspec.Struct, frozen=True):
     """The numbers of a period: the last seconds, or since the server began."""
 
-    seconds: float
-    requests: dict[str, int]  # by outcome
+    seconds: float  # length of the period; 0: since the server began
+    requests: dict[str, int]  # by outcome; outcomes with 0 are left out
     rejections: dict[str, int]  # by reason; reasons with 0 are left out
     ttft: Latency
     tbt: Latency
@@ -156,7 +157,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    up_s: float  # age of the oldest process
+    up_s: float  # age of the oldest process; 0: unknown
     live: int
     workers_live: dict[str, int]  # by role; workers that the conductor may choose
     workers_wanted: dict[str, float]  # by role; empty where role_flips is off
