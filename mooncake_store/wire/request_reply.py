@@ -208,7 +208,7 @@ class ZeroMqConnection:
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
         """AccessRefused: the other side rejects this process."""
         with contextlib.suppress(zmq.ContextTerminated):  # closed by another thread
-            self._socket.send_multipart(frames)
+            self.send(frames)
             while (left_s := deadline_s - time.monotonic()) > 0:
                 step_s = min(left_s, MOVED_CHECK_S) if self._has_moved else left_s
                 has_come, has_changed = self._poll(math.ceil(step_s * 1000))
@@ -220,7 +220,7 @@ class ZeroMqConnection:
                     if self._access.must_redial():
                         self.close()
                         self._socket = self._connected()
-                        self._socket.send_multipart(frames)
+                        self.send(frames)
                 elif self._has_moved is not None and self._has_moved():
                     break  # the new server has not received this request
         return None
@@ -234,6 +234,7 @@ class ZeroMqConnection:
         return self._socket in ready, monitor in ready
 
     def send(self, frames: list[bytes]) -> None:
+        # Again: a handshake failed, and ZeroMQ has given the connection up. The request is lost.
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 

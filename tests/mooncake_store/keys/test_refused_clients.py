@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -26,7 +27,7 @@ from mooncake_store.wire import directory_protocol, node_protocol
 from mooncake_store.wire.framing import PROTOCOL_VERSION, MessageKind, pack_header, unpack_header
 from mooncake_store.wire.mailbox import Inbox, Outbox
 from mooncake_store.wire.node_protocol import NodeClient
-from mooncake_store.wire.request_reply import Failure
+from mooncake_store.wire.request_reply import Failure, ZeroMqConnection
 from tests.mooncake_store.directory_thread import ANY_PORT, DirectoryThread
 from tests.mooncake_store.keys.hosts import Hosts
 
@@ -80,6 +81,20 @@ def test_the_directory_refuses_strangers_by_name_and_serves_on(
             assert directory.address in str(refusal.value)
     with DirectoryClient(directory.address, PATIENCE_S) as client:
         assert client.nodes() == []
+
+
+@pytest.mark.timeout(60)
+def test_a_request_after_a_failed_handshake_does_not_block(
+    hosts: Hosts, directory: DirectoryServer
+) -> None:
+    """ZeroMQ has given the connection up before the request is sent."""
+    with hosts.being("", "b"), zmq.Context() as context:
+        connection = ZeroMqConnection(context, directory.address)
+        monitor = connection._access.monitor
+        assert monitor is not None and monitor.poll(20_000), "no handshake"
+        with pytest.raises(AccessRefused, match=WHO[""]):
+            connection.exchange([b"header", b"body"], 1, time.monotonic() + 20.0)
+        connection.close()
 
 
 @pytest.mark.parametrize("who", WHO)
