@@ -1,9 +1,9 @@
 """KV as fp8 e4m3: a sign, four bits of exponent and three of mantissa, from 2^-9 to 448.
 
 A page holds K / k_scale and V / v_scale, rounded to the nearest fp8. Values beyond 448 become 448.
-Each layer has one scale for K and one for V. weights.py multiplies them into the matrices before
+Each layer has one scale for K and one for V. weights.py multiplies the scales into weights before
 and after attention, so this module does not need them. native.c implements the same conversion. On
-a CPU, NaN in K or V (of a broken model) is read as 480, which is no other value.
+a CPU, NaN in K or V (of a broken model) is read as 480, which no other fp8 means.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ kv_heads, block_tokens, head_dim]. So moving a block is one copy, and each layer
 
 On a CPU both views are the same memory. On a GPU the bytes are a pinned host mirror. Pages are
 copied on demand (`import_pages`, `export_pages`, `begin_export`), concurrently with steps. `arrive`
-makes a step wait for the copies into its pages.
+makes later steps wait for the copies into these pages.
 
 All memory is touched at construction: so the first request causes no page faults, and a machine
 with too little memory fails at the start.
@@ -98,8 +98,8 @@ class KvMemory:
             self.pool[page].zero_()
 
     def import_pages(self, pages: Sequence[int], layer: int | None = None) -> None:
-        """Copy pages, or one layer of them, from the mirror. From any thread. No running step may
-        use these pages."""
+        """Copy pages, or one layer of them, from the mirror, if there is one. From any thread. No
+        running step may use these pages."""
         if self.is_mirrored:
             parts = _parts(pages, layer)
             done = self._queue.bring([(self.pool[part], self._host[part]) for part in parts])
@@ -137,7 +137,7 @@ class KvMemory:
 
 
 def _parts(pages: Sequence[int], layer: int | None) -> list[slice] | list[tuple[int, int]]:
-    """Indices of the pages, or of one layer of them, in few parts."""
+    """A slice for each run of pages; with a layer, (page, layer) of each page."""
     return list(runs(pages)) if layer is None else [(page, layer) for page in pages]
 
 

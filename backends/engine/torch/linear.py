@@ -28,7 +28,7 @@ class Linear:
         self._plain = weight if self._packed is None or is_small else None
 
     def _packed_for(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        """The packed weight; None: the plain one is faster."""
+        """The packed weight; None: use the plain one, because it is faster or the only one."""
         return None if self._plain is not None and len(inputs) == 1 else self._packed
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,9 @@ Each makes one pass over memory. torch needs several operations, and its attenti
 pages: at batch 16 and 4,096 tokens of context gathering moved three times the bytes of the KV.
 
 The kernels run on torch's own threads (`GOMP_parallel` of its OpenMP), so no second thread pool
-competes for the cores. Without AVX-512, without a compiler or for other devices, torch's functions
-are used (norm.py, linear.py, grouped_attention.py). Results differ in the last bits only: bfloat16
-is rounded once here, and after each operation in torch.
+competes for the cores. Without AVX-512, without a compiler, for other devices or dtypes, torch is
+used (norm.py, feed_forward.py, grouped_attention.py). Results differ in the last bits only: torch
+rounds bfloat16 after each operation, and these kernels once.
 """
 
 from __future__ import annotations
@@ -161,8 +161,8 @@ def attend_query_tokens(
 ) -> torch.Tensor:
     """queries [sequences, heads, head_dim] -> [sequences, heads * head_dim].
 
-    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer. Each query attends to the
-    pages of its sequence.
+    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer. Query i attends to the pages
+    of sequence i of `seen`, which may have more sequences.
     """
     sequences, heads, head_dim = queries.shape
     kv_heads = memory.shape[2]
@@ -240,12 +240,12 @@ def prefill_scratch(context_tokens: int, kv_heads: int, head_dim: int) -> int:
 
 
 def _is_fp8(memory: torch.Tensor) -> bool:
-    """The pages are fp8, and their rows bytes. Otherwise they have the dtype of computation."""
+    """Pages of one-byte scalars are fp8; others have the dtype of computation."""
     return memory.element_size() == 1
 
 
 def _run(name: str, job: ctypes.Structure, scalars: int) -> None:
-    """Run a small job in this thread with the GIL held, and a larger one on torch's threads."""
+    """Run a small job in this thread with the GIL held, a larger one on torch's threads without."""
     quick, releasing, address = _native(name)
     if scalars < SHARED_SCALARS_MIN:
         quick(ctypes.byref(job))

@@ -1,8 +1,8 @@
 """Plan of one forward step: index arrays that all layers share.
 
-The tokens of all sequences are the rows of one ragged batch. Decode sequences (one query token)
-come first, sorted by context length, then prefill sequences. Unless attention reads the pages
-itself, decode sequences are cut into groups of similar context. With the plan, a layer consists of
+The tokens of all sequences are the rows of one ragged batch. Decode sequences (one new token) come
+first, then prefill sequences, both sorted by the number of pages. Unless attention reads the pages
+itself, the query tokens are cut into groups of similar context. With the plan, a layer consists of
 tensor operations only.
 
 A *query token* is the last token of a sequence: the only one whose attention the last layer needs,
@@ -63,7 +63,7 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagesSeen:
-    """The pages of all sequences for native code, without padding, on the CPU."""
+    """The pages of all sequences, without padding, on the CPU: for native code and `arrive`."""
 
     pages: Integers  # pages of all sequences, concatenated
     starts: Integers  # [sequences] index of each sequence's first page in `pages`
@@ -77,9 +77,9 @@ class PrefillSpan:
 
     first: int  # row of the first token
     tokens: int
-    start: int
-    page_rows: torch.Tensor  # [rows of the layout * pages], the pages rounded up to whole tiles
-    pages: Integers
+    start: int  # position of the first token in its sequence
+    page_rows: torch.Tensor  # [rows of the layout * pages], to a multiple of CONTEXT_STEP_TOKENS
+    pages: Integers  # pages of the tokens before `end`, not rounded
 
     @property
     def end(self) -> int:
@@ -96,7 +96,7 @@ class StepPlan:
     token_rows: torch.Tensor  # [tokens, rows of the layout] rows of KvMemory.token_rows
     decode_sequences: int
     # Groups of decode sequences (row of a token == index of its sequence), and of the query tokens
-    # of all sequences. Both are empty if attention reads `seen` instead.
+    # of all sequences. Both are empty if attention reads `seen` or `paged` instead.
     decodes: list[QueryGroup]
     query_tokens: list[QueryGroup]
     prefills: Sequence[PrefillSpan] = ()
@@ -229,7 +229,7 @@ def page_rows(pages: Array, heads: Array, layout: KvLayout) -> Array:
 def _groups(
     sequences: list[Work], tables: list[Integers], first: int, layout: KvLayout, staging: Staging
 ) -> list[QueryGroup]:
-    """Cut sequences, sorted by context, into groups where padding costs more than a group."""
+    """Cut sequences, sorted by pages, where padding costs more than another group."""
     padding_tokens_max = PADDING_BYTES_MAX // (layout.token_bytes // layout.layers)
     groups, begin, padding = [], 0, 0
     for index in range(1, len(sequences) + 1):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 class TorchEngine:
-    """Implements interface.Engine. Create it with `load`."""
+    """Implements interface.LayerEngine; a pipeline stage has `forward_stage` and `forward_last`."""
 
     tp_shape = "tp1"  # one device holds all heads of a page
 
@@ -87,7 +87,7 @@ class TorchEngine:
         stages: int = 1,
         kv_dtype: str = "auto",
     ) -> TorchEngine:
-        """Read a Hugging Face folder, or raise a CheckpointError with all its problems.
+        """Read a Hugging Face folder. Raises CheckpointError; MemoryError if the pages do not fit.
 
         `threads` sets torch's CPU threads of the whole process. With several `stages`, only the
         weights and pages of this stage's layers are loaded. `kv_dtype`: "fp8", or "auto" for the
@@ -143,7 +143,7 @@ class TorchEngine:
         hidden: ByteArray | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
-        """`forward` of the last pipeline stage; `hidden` is the previous stage's result."""
+        """`forward` of the last stage. `hidden`: the previous stage's result; None: no stages."""
         logits, order = self._run(batch, hidden, on_layer)
         rows = fetched(logits.float())
         if order is None:
@@ -228,8 +228,8 @@ class TorchEngine:
 class _LeavingLayers:
     """Copies the layers of a step to `kv_pool` and announces each when it is there, in order.
 
-    A copied layer is announced after the next layer's copy has started. So the GPU always has work
-    while this thread waits.
+    A finished copy is announced at once, a pending one after the next layer's copy has started. So
+    the GPU always has work while this thread waits.
     """
 
     memory: KvMemory
@@ -261,8 +261,8 @@ class TorchLayerPass:
     """Implements interface.LayerPassing. Keeps the hidden states of all chunks between layers.
 
     A chunk is planned once for all layers. Each layer computes it like a step of this chunk alone,
-    so the results are bit-identical to chunked prefill. Only the order differs: all chunks go
-    through a layer before the first chunk goes through the next layer.
+    so the results are bit-identical to prefill in the same chunks. Only the order differs: all
+    chunks go through a layer before the first chunk goes through the next layer.
     """
 
     def __init__(

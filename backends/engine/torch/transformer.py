@@ -56,7 +56,7 @@ class Transformer:
         return Transformer(self.config, self.weights, memory, self.rope, self.attention.kernels)
 
     def plan(self, batch: Sequence[Work], layer: int | None = None) -> StepPlan:
-        """Plan a step, and let the computing stream wait for copies into the pages of the batch.
+        """Plan a step, let it wait for copies into the batch's pages, and clear its fresh pages.
 
         `layer`: wait only for copies into this layer of the pages; None: into all layers.
         """
@@ -90,8 +90,8 @@ class Transformer:
 
         `layers`: the layers of this stage to compute; None: all. Without the first layer, `hidden`
         [rows of the plan, hidden] is the result of the layers before. Without the last layer, the
-        result are the hidden states of all rows. `on_layer` and `layers` count from this stage's
-        first layer.
+        result are the hidden states of all rows. `on_layer(l)` is called when layer l's KV is in
+        the pages (on a GPU: queued). `l` and `layers` count from this stage's first layer.
         """
         weights = self.weights
         if hidden is None:

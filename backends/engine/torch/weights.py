@@ -1,8 +1,8 @@
 """Loads the weights of a model for the forward pass: fused, folded, on their device.
 
-q, k and v are one matrix, and gate and up are one. The weight of each RMS norm except the last is
-multiplied into the columns of the matrix after it (in float32, rounded once). The scales of fp8 K
-and V are multiplied into matrices too, so attention does not need them.
+q, k and v are one matrix, and gate and up are one. RMS norms, except the last and Qwen3's of q and
+k, are multiplied into the columns of the matrix after them (in float32, rounded once). The
+scales of fp8 K and V are in matrices or norms too, so attention does not need them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CORRECTION = "mlp.gate.e_score_correction_bias"
 SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-# Names of the scale of fp8 K or V: vLLM's, llm-compressor's, ModelOpt's. The last name is that of
-# a scale of both.
+# Names of the scale of fp8 K or V; the first one that a checkpoint has is used. The last name is
+# that of a scale of both.
 KEY_SCALES = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale")
 VALUE_SCALES = ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale")
 KV_SCALE_SUFFIXES = tuple(f".{name}" for name in dict.fromkeys(KEY_SCALES + VALUE_SCALES))
@@ -54,10 +54,10 @@ class LayerWeights:
 class Weights:
     """Weights of a range of layers. The first stage has the embedding, the last one the head."""
 
-    embedding: torch.Tensor | None  # [vocabulary, hidden]
+    embedding: torch.Tensor | None  # [vocabulary, hidden]; None: not the first stage
     layers: list[LayerWeights]
     last_norm: torch.Tensor | None  # [hidden]; not folded: tied embeddings stay one matrix
-    logits: Linear | None
+    logits: Linear | None  # None, as `last_norm`: not the last stage
 
 
 def expected_shapes(config: ModelConfig, has_own_head: bool = False) -> dict[str, tuple[int, ...]]:
@@ -145,7 +145,7 @@ def load_weights(
     layers: LayerRange | None = None,  # None: all
     is_kv_fp8: bool = False,  # True: the scales of K and V are loaded too
 ) -> Weights:
-    """Read, check and fuse. A CheckpointError lists every tensor that is missing or wrong."""
+    """Read, check and fuse. A CheckpointError lists all missing or wrong tensors or wrong values."""
     wanted = layers or LayerRange(0, config.layers)
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     has_head = HEAD in checkpoint.entries
@@ -207,7 +207,7 @@ class _Loader:
         return tensor
 
     def scale(self, prefix: str, suffixes: tuple[str, ...]) -> float:
-        """The value of the first of these tensors that exists; 1 if none does."""
+        """The value of the first of these tensors that exists; 1 if none does or it is wrong."""
         names = (prefix + suffix for suffix in suffixes)
         name = next((name for name in names if name in self.checkpoint.entries), None)
         if name is None:

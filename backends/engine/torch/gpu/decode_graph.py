@@ -10,7 +10,7 @@ sequence with the shortest context, and writes the same values to the same rows 
 So padding needs no page of its own and changes no other page.
 
 Without CUDA, "recording" calls the same function again (`Recorder`), which tests the padding and
-the plan without a GPU. After a failed recording every step uses the ragged plan (step_plan.py).
+the plan without a GPU. After a failed recording or replay every step uses the ragged plan.
 """
 
 from __future__ import annotations

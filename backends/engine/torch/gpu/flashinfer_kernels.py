@@ -5,8 +5,8 @@ Written for the documented interface of 0.7 (BatchDecodeWithPagedKVCacheWrapper 
 BatchPrefillWithPagedKVCacheWrapper: plan with host arrays, then run once per layer). It has never
 run on a GPU, so paged_kernels.py tests it before use.
 
-A wrapper holds one plan at a time. Decode and prefill sequences of a step have a wrapper each. A
-plan plans again if its wrapper holds another plan, so several layer-wise prompts may alternate.
+A wrapper holds one plan at a time. Decode and prefill sequences of a step have a wrapper each.
+`_attend` plans again if the wrapper holds another plan, so layer-wise prompts may alternate.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Copies between the pages of a GPU and their mirror in host memory, concurrent with the steps.
 
-Each direction has its own CUDA stream. Events order it with the computing stream, so each waits
-only for what it needs:
+Each direction has its own CUDA stream. Events order these streams and the computing stream, so each
+waits only for what it needs:
 
-    in:   steps that have returned ──event──▶ copies
+    in:   the latest step that is queued completely ──event──▶ copies
           copies ──event──▶ a step that reads or writes one of these pages; other steps do not wait
     out:  computation so far ──event──▶ copies ──event──▶ the thread that reads the mirror
 
@@ -27,7 +27,7 @@ PageCopy = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
 class Done:
-    """Copies that are done."""
+    """Copies; in this class they are done already."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the copies are done."""
@@ -43,7 +43,7 @@ class CopyQueue:
     """Copies at once, without CUDA."""
 
     def bring(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy into pages, after the steps that have returned. From any thread."""
+        """Copy into pages, after the steps that are queued completely. From any thread."""
         for target, source in copies:
             target.copy_(source)
         return Done()
@@ -119,7 +119,7 @@ class PagesArriving:
             self.tickets[units] = self._last
 
     def hold(self, units: NDArray[np.int64]) -> None:
-        """Let the computing stream wait for pending copies into these units."""
+        """Let the computing stream wait, once, for pending copies into these units."""
         if not self._under_way:
             return
         with self._lock:

@@ -3,13 +3,13 @@
 The first of these that passes a test is used:
 
     flashinfer   if the package is installed (flashinfer_kernels.py)
-    torch        torch's variable-length flash attention with a block table (2.13 and newer): half
-                 precision; flash attention 2 needs pages of a multiple of 256 tokens
+    torch        torch's variable-length flash attention with a block table (2.13 and newer), first
+                 without key starts; flash attention 2 needs pages of a multiple of 256 tokens
     none         the pages are gathered in each layer, for torch's attention (layers/)
 
 The test runs once, on a few small pages of the engine's shape, and compares with torch's plain
-attention: no library guarantees its supported shapes. If a kernel fails later in a step, the
-failure is logged, this step uses `plain`, and later steps gather.
+attention: no library guarantees its supported shapes. All kernels need K and V in half precision.
+If a kernel fails later in a step, this is logged, the step uses `plain`, and later steps gather.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Known = Iterable[tuple[str, Callable[[], PagedKernels]]]
 
 
 def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
-    """The best working kernels for these pages; None: the pages are gathered. Logs the choice."""
+    """The best working kernels for these pages; None: not CUDA, or none works. Logs the choice."""
     if memory.pool.device.type != "cuda":
         return None
     if memory.layout.kv_factor != 2 or memory.pool.dtype not in DTYPES:
@@ -178,7 +178,7 @@ class _VarlenAttend:
     has_key_starts: bool
     tables: torch.Tensor  # [sequences, pages]
     contexts: torch.Tensor  # [sequences]
-    starts: torch.Tensor  # [sequences + 1] index of each sequence's first query; their number
+    starts: torch.Tensor  # [sequences + 1] each sequence's first query, then the number of queries
     queries_max: int = 1  # of a sequence
     # Tokens of the longest context. 0: of the longest that fits into the tables, which is computed
     # from the size of the pages.

@@ -72,9 +72,8 @@ def by_torch(
 ) -> None:
     """As `in_tiles` by torch's fused kernels, for any device and dtype.
 
-    The context may be longer. With `start` 0 the causal flag is enough. Otherwise a GPU's kernels
-    have a lower-right causal mask, and a CPU's need a materialised mask of at most MASK_SCALARS_MAX
-    scalars at a time.
+    The context may be longer. With `start` 0 the causal flag is enough. Otherwise some GPU kernels
+    have a lower-right causal mask. The others get masks of at most MASK_SCALARS_MAX scalars.
     """
     tokens, kv_heads, shared, head_dim = queries.shape
     end = start + tokens

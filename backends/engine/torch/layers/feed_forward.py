@@ -2,8 +2,8 @@
 
 Mixture of experts as in DeepSeek-V3: each token uses a few routed experts and the shared ones.
 Routing: sigmoid scores in float32. A correction bias per expert affects the choice, but not the
-weight. Experts are in groups. A group's rank is the sum of its two best scores, and only experts of
-the best groups can be chosen.
+weight. Experts are in groups. A group's rank is the sum of its two best scores with their biases,
+and only experts of the best groups can be chosen.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Router:
         of_groups = ranked.view(len(ranked), config.groups, -1)
         best = of_groups.topk(2, dim=-1).values.sum(-1)
         groups = best.topk(config.chosen_groups, dim=-1).indices
-        is_left = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, False)
-        ranked = of_groups.masked_fill(is_left.unsqueeze(-1), -torch.inf).flatten(1)
+        is_excluded = torch.ones_like(best, dtype=torch.bool).scatter_(1, groups, False)
+        ranked = of_groups.masked_fill(is_excluded.unsqueeze(-1), -torch.inf).flatten(1)
         chosen = ranked.topk(config.chosen, dim=-1).indices
         weights = scores.gather(1, chosen)
         if config.are_weights_normed:

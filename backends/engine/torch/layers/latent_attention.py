@@ -52,14 +52,15 @@ class LatentAttention(PagedAttention[LatentWeights]):
         self._latent = latent
         self._norm = RmsNorm(INNER_EPSILON, rope)
         self._scale = latent.query_dim**-0.5
-        # Products per score in each form, and per context token for the expansion.
+        # Products per score in each form, and per context token for the expansion. A chunk with at
+        # least `_expanded_from` tokens is computed in the expanded form; None: every chunk.
         absorbed = latent.row + latent.rank
         expanded = latent.query_dim + latent.value_dim
         projected = latent.rank * (latent.plain_dim + latent.value_dim)
         self._expanded_from = projected / (absorbed - expanded) if absorbed > expanded else None
 
     def project(self, step: Step, normed: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, plain_dim + rotary_dim]."""
+        """Queries [rows, heads, query_dim], rotated. Writes latents and rotated keys to pages."""
         latent, layer, angles = self._latent, step.weights, step.angles
         assert angles is not None
         made = layer.into(normed)

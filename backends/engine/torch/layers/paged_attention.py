@@ -69,7 +69,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         return self.rope.index_select(0, plan.positions)
 
     def all_tokens(self, step: LayerStep[LayerWeights], queries: torch.Tensor) -> torch.Tensor:
-        """queries [rows of the plan, heads, any] -> [rows, heads * value_dim]."""
+        """queries [rows of the plan, heads, any] -> [rows, heads * value_dim]; padding rows: 0."""
         plan = step.plan
         if not plan.prefills:
             return self.query_tokens(step, queries)
