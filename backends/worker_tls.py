@@ -4,8 +4,8 @@ With a folder of TLS keys (mooncake_store/keys) every worker's Triton requires a
 cluster and presents its host's. Without such a folder the connections are plain, as on one machine.
 Triton reads certificates when it starts, so it must be restarted after a renewal.
 
-A refused client gets only "Socket closed", as from a Triton that dies. However, a refusal comes
-while the client connects, before anything is sent (gRPC counts a connection from its first frame).
+A client with a wrong certificate gets only "Socket closed", as from a Triton that dies. But Triton
+refuses it while it connects, so gRPC's error text contains GRPC_NEVER_SENT.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def worker_channel(address: str, options: Sequence[tuple[str, object]]) -> grpc.
 
 
 def refusal(address: str, details: str | None) -> WorkerRefused | None:
-    """The error of a broken call if one side rejected the other's certificate; otherwise None."""
+    """The error of a call that was not sent because the TLS handshake failed, or may have failed:
+    the peer closes each connection. None for other errors. `details`: the text of gRPC's error."""
     text = (details or "").lower()
     if GRPC_NEVER_SENT not in text:
         return None

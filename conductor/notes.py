@@ -1,7 +1,7 @@
 """Notes that frontends exchange about the requests that they routed.
 
 Each frontend decides about its own requests with its own Conductor. Worker reports show the work
-that other frontends have sent to the same workers, but up to a second late. Each frontend therefore
+that other frontends have sent to the same workers, but 0.5 s late at most. Each frontend therefore
 notes three events of a request, and sends its notes in numbered batches:
 
     routed      its workers and predictions: the other frontends reserve the same work
@@ -14,7 +14,7 @@ Times are on the clock of the sending frontend. A batch has its time of sending 
 receiver can compute the age of each event. An empty batch is a heartbeat.
 
 Notes may be lost. Batches are numbered without gaps, so a receiver detects a missing batch. It then
-takes the requests of that frontend from worker reports only (load/other_frontends.py).
+knows the requests noted before the gap from worker reports only (load/other_frontends.py).
 
 Not here: bytes (backends/frontend/routing_notes.py), what is done with the notes.
 """
@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 TENANTS_NOTED = 16
-NOTES_WAITING_MAX = 4_096  # more notes are seconds old and useless, so all are dropped
+NOTES_WAITING_MAX = 4_096  # one more, and all waiting notes are dropped: they are seconds old
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedNote:
-    number: int  # unique per frontend, and increasing
-    at_s: float  # on the clock of the frontend
+    number: int  # of the request: unique per frontend, increasing, and the same in later notes
+    at_s: float  # time of the event on the clock of the frontend, as in the other notes
     prefill: tuple[str, str]  # (worker_id, incarnation)
     decode: tuple[str, str]
     new_tokens: int
@@ -43,8 +43,8 @@ class RoutedNote:
     transfer_s: float
     prefill_s: float
     tbt_s: float
-    send_s: float  # of the fetch: restoring and fetching
-    fetch_node: str = ""
+    send_s: float  # predicted seconds in which `fetch_node` restores and sends blocks
+    fetch_node: str = ""  # "": nothing is fetched
     tenant: str = ""
 
 
@@ -65,11 +65,11 @@ class EndedNote:
 
 @dataclass(frozen=True, slots=True)
 class UsageNote:
-    """Usage of a tenant's limits at the admission of a request."""
+    """Usage of a tenant's limits by a request, an invalid request or /tokenize."""
 
-    at_s: float
+    at_s: float  # time of admission, also in the note that returns tokens at the request's end
     tenant: str
-    requests: int
+    requests: int  # 1; 0 in the note that returns tokens
     tokens: int  # below 0: returned
 
 
@@ -93,7 +93,7 @@ Note = RoutedNote | PrefilledNote | EndedNote | UsageNote
 
 
 class OutgoingNotes:
-    """Notes for other frontends, until the shell takes them."""
+    """Notes for other frontends, until the caller of the Conductor takes them."""
 
     def __init__(self, frontend: str) -> None:
         self.frontend = frontend
@@ -112,7 +112,7 @@ class OutgoingNotes:
     def take(
         self, now_s: float, count_max: int, wanted_of: Mapping[str, float], is_last: bool = False
     ) -> NoteBatch:
-        """The next batch, which may be empty."""
+        """The next batch: the `count_max` oldest notes, or fewer. It may be empty."""
         notes, self._notes = self._notes[:count_max], self._notes[count_max:]
         self._number += 1
         return NoteBatch(

@@ -1,7 +1,6 @@
 """The frontend's view of the cluster: the Conductor, kept current by the directory's events.
 
-One lock guards the Conductor, because the threads of requests, of the event feed, of notes and of
-ticks call it.
+One lock guards the Conductor, because many threads call it.
 
 HotCopies carries out the Conductor's suggestions for hot prefixes: one more copy on another node.
 The target node pulls the copy itself, one-sided, from a node that has it

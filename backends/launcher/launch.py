@@ -290,11 +290,8 @@ class Launcher:
             time.sleep(0.1)
 
     def _wait_ready_among_others(self) -> list[ModelState]:
-        """`wait_ready` for a deployment's host.
-
-        A model that does not load may wait for another host or for an edit. The start therefore
-        fails only on a child that keeps dying, or after `ready_s_max`.
-        """
+        """`wait_ready` for a deployment's host. A model that does not load may wait for another
+        host or for an edit, so it does not end the start. ChildDied if a child keeps dying."""
         give_up_s = time.monotonic() + self.options.ready_s_max
         reported_s = time.monotonic()
         while True:

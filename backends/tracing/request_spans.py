@@ -128,8 +128,7 @@ class SpanTree:
         self, root: SpanRecord, request: RequestTimeline, times: AttemptTimes
     ) -> Iterator[SpanRecord]:
         ended_s = request.ended_s if times.ended_s is None else times.ended_s
-        error = times.error or times.loss  # an error may have no text
-        error = error or ("" if times.decode_reply is not None else request.error)
+        error = times.error or times.loss or ("" if times.decode_reply else request.error)
         noted: dict[str, Attribute] = {"mooncake.attempt": times.number}
         if times.loss:
             noted["mooncake.loss"] = times.loss
