@@ -49,8 +49,7 @@ from mooncake_store.records.membership import WorkerInfo
 log = logging.getLogger(__name__)
 TICK_S = 0.5
 CANDIDATES_MAX = 16  # best pairs listed with a decision; a fleet has thousands
-# Only clients that request it get a list of more pairs: listing 512 holds the lock for 1 ms.
-PAIRS_EXPLAINED_MAX = 512
+PAIRS_EXPLAINED_MAX = 512  # for status pages; listing this many holds the lock for 1 ms
 HOT_PREFIXES_MAX = 8  # hot prefixes shown
 COPIES_WAITING_MAX = 16
 COPY_S_MAX = 5.0

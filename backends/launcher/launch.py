@@ -119,8 +119,8 @@ class Launcher:
             log_dir=self.log_dir,
             cwd=self.socket_dir,
             command_of=self._triton_command,
-            # A worker that is not in the plan, because its folder was copied while serving, gets
-            # any free port. In a deployment, the hosts' firewalls open this port to each other.
+            # A worker that is not in the plan, because its folder was copied while serving, gets a
+            # free one of these ports. In a deployment, the firewalls open them to the other hosts.
             listen=plan.listen,
             called=plan.address,
             ports=FREE_PORTS if plan.deployment else (environment.PORT_MIN, environment.PORT_MAX),
