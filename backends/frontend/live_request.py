@@ -96,8 +96,8 @@ class Services:
     outbox: WorkerOutbox
     unreached: UnreachedWorkers
     start: Callable[..., None]  # runs a function in a thread of the pool
-    abandon: Callable[[str, tuple[str, str]], None]  # gives up a call; its worker ends the call
-    on_end: Callable[[LiveRequest], None]
+    abandon: Callable[[str, tuple[str, str]], None]  # leaves a call to its worker while that lives
+    on_end: Callable[[LiveRequest], None]  # called once per request
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Assignment:
     routed_s: float  # monotonic time of the routing decision
     prefilled: tuple[int, PrefillReply] | None = None  # (first token id, reply) of the prefill
     replied_s: float = 0.0  # monotonic time of the prefill reply; 0.0 before it
-    first: events.FirstText | None = None  # made once, from the message or from the reply
+    first: events.FirstText | None = None  # None until the message or the reply has come
 
 
 class LiveRequest:
@@ -202,7 +202,7 @@ class LiveRequest:
                     works.append(work)
 
     def look(self, now_s: float, awake_s: float) -> None:
-        """Post due events, for the watch. `awake_s`: seconds since this process last stalled."""
+        """Post due events, for the watch. `awake_s`: seconds since the start or latest stall."""
         state = self.state
         if state.phase in (Phase.STOPPING, Phase.ENDING) or (due_s(state) or now_s) < now_s:
             self.post(events.TimePassed(now_s))
@@ -214,7 +214,7 @@ class LiveRequest:
                 self._is_timed_out = True
                 self.post(events.Unwanted(WorkerUnavailable(limit)))
         worker = state.attempt.worker
-        # After a stall, heartbeats may be waiting unread, so silence is judged later.
+        # Heartbeats may be unread after a stall, so silence counts after CALL_SILENCE_S_MAX awake.
         if worker is not None and awake_s > CALL_SILENCE_S_MAX:
             seen_s = self._services.streams.seen_s(self._id_of(state.attempt.number))
             if is_silent(now_s, seen_s):
@@ -228,7 +228,7 @@ class LiveRequest:
         return held | {self._counted_id} if self._counted_id else held
 
     def ended(self) -> EndedRequest | None:
-        """The request for a recording; None if it was never parsed."""
+        """The request for a recording; None if it was not parsed, or only asked for facts."""
         if self._request is None:
             return None
         return EndedRequest(
@@ -439,7 +439,7 @@ class LiveRequest:
         call: Callable[[Any, Assignment], LifecycleEvent],
         action: events.CallPrefill | events.CallDecode,
     ) -> LifecycleEvent:
-        """The reply, or the error of the call. An attempt that was replaced is not called."""
+        """The reply, or the error of the call. An attempt that is over fails without a call."""
         state = self.state
         try:
             if state.attempt.number != action.attempt or state.phase is Phase.DONE:
@@ -456,7 +456,7 @@ class LiveRequest:
     def _first_text(
         self, assignment: Assignment, token_id: int, source: FirstToken | PrefillReply
     ) -> events.FirstText:
-        """The first token as text. Message and reply bring the same token, so it is made once."""
+        """The first token as text. Message and reply carry the same token, so the text is kept."""
         if assignment.first is None:
             request, _ = self._understood()
             sampling = request.sampling
@@ -591,7 +591,7 @@ class LiveRequest:
     def _note_used(self, is_served: bool) -> None:
         """Return unused tokens to the tenant's limits; only the first call counts.
 
-        Not served: failed before the first token, while the client still waited.
+        Not served: failed before the first token, while the client still waited; all is returned.
         """
         if self._counted_id and self._request is not None:
             tokens = len(self._request.prompt_ids) + len(self._sent_ids) if is_served else 0

@@ -187,8 +187,8 @@ class Attempts:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt was admitted.
 
-        A full storage node or a full decode worker does not admit, although the client may have
-        the token of the prefill. Any other loss counts as admitted.
+        A loss other than NOT_ADMITTED shows that, and so does any sent token. The exception: while
+        all losses are full workers, the first token does not count, because it is from prefill.
         """
         of_prefill = int(all(loss is Loss.WORKER_FULL for loss in self.losses))
         was_admitted = any(loss not in NOT_ADMITTED for loss in self.losses)
