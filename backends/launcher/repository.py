@@ -489,7 +489,7 @@ class ModelLoad:
 
     model: str
     reason: str = ""  # why the model was refused; "" if it was loaded
-    is_new: bool = False  # True for a refused model without older settings to serve with
+    is_new: bool = False  # True if the model was refused and Triton serves no older settings
 
 
 SERVICE = re.compile(r"failed to start \w+ service[^\"\n]*")

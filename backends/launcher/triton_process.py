@@ -297,11 +297,11 @@ class Triton:
     def _read_log(self) -> None:
         if self.child is None:
             return  # the file is from an earlier launch
-        news = self._log.news()
-        self._loads += news
-        for load in news:
+        for load in self._log.news():
             self.mirror.edits.loaded(load)
-        self._loaded |= {load.model for load in news if not load.reason}
+            if not load.reason:
+                self._loaded.add(load.model)
+            self._loads.append(replace(load, is_new=load.model not in self._loaded))
 
     def states(self) -> list[ModelState] | None:
         """The state of each model; None while Triton does not answer. A Triton answers only after

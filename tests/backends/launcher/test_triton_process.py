@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from backends.launcher import environment
+from backends.launcher.repository import ModelLoad
 from backends.launcher.triton_process import (
     CRASHES_MAX,
     Endpoints,
@@ -136,6 +137,24 @@ def test_a_process_that_comes_and_goes_while_it_never_loads_is_triton_s_business
     assert [worker.supervise(alive) for alive in ({"decode_0"}, set(), {"decode_0"}, set())] == [
         []
     ] * 4
+
+
+REFUSES = """
+import signal
+refused = "failed to load 'decode_0' version 1: Internal: "
+for outcome in (refused + "one", "successfully loaded 'decode_0'", refused + "two"):
+    print(f'I0101 x.cc:1] "{outcome}"', flush=True)
+signal.pause()
+"""
+
+
+def test_a_refused_model_is_new_until_it_has_loaded(worker: WorkerTriton) -> None:
+    worker._command_of = lambda *_: Command([sys.executable, "-c", REFUSES], os.environ)
+    worker.start()
+    loads: list[ModelLoad] = []
+    wait_until(lambda: loads.extend(worker.take_loads()) or len(loads) == 3, "three outcomes")
+    outcomes = [(load.reason, load.is_new) for load in loads]
+    assert outcomes == [("one", True), ("", False), ("two", False)]
 
 
 STUCK = """
