@@ -431,6 +431,9 @@ class _PoolReader:
                 continue
             own: list[dict[str, str]] = []
             if entry is not None and entry.items is not None:
+                if len(entry.items) > WORKERS_MAX:
+                    what = f"lists {len(entry.items)} workers; use {WORKERS_MAX} or fewer"
+                    section.note(host, what)
                 for number, item in enumerate(entry.items[:WORKERS_MAX]):
                     each = FileSection(
                         item, f"{section.path_of(host)}[{number}]", self.section.mistakes

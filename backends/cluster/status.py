@@ -5,6 +5,7 @@ A part that does not answer has the reason as its state. No query takes longer t
 
 from __future__ import annotations
 
+import http.client
 import json
 import ssl
 import urllib.error
@@ -115,11 +116,11 @@ def _answers(url: str) -> str:
             return UP if answer.status == 200 else f"{DOWN}: status {answer.status}"
     except urllib.error.HTTPError as error:
         return f"{DOWN}: status {error.code}"
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):
             reason = refusal_words(url, reason)
-        return f"{DOWN}: {reason}"
+        return f"{DOWN}: {reason}".rstrip()
 
 
 def _opener() -> urllib.request.OpenerDirector:
@@ -137,7 +138,7 @@ def _unreached(ready_url: str) -> dict[str, str]:
         with _opener().open(url, asked, timeout=ASK_S_MAX) as answer:
             described = json.loads(json.load(answer)["text_output"])
             return dict(described["unreached_workers"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
         return {}  # the frontend's own state reports the failure
 
 

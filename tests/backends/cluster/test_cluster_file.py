@@ -159,6 +159,7 @@ def test_every_mistake_is_named_at_once_with_line_path_and_remedy() -> None:
         (("{threads: 3}", "{threads: 300}"), "decode.workers.c[1].threads: is 300; use 1 to 256"),
         (("a: 3, b: 1", "a: 3, d: 1"), "there is no host 'd'"),
         (("a: 3, b: 1", "a: 3000"), "use 0 to 64"),
+        (("[{threads: 1}, ", "[" + 64 * "{}, "), "workers.c: lists 65 workers; use 64 or fewer"),
         (("grpc_port: 7100", "grpc_port: 65534"), "the following ports, beyond 65535"),
         (("10.77.0.1}", "10.77.0.1, listen: 127.0.0.1}"), "host a listens on loopback"),
         (("threads: 2", "store_node: a9"), "has no storage node 'a9'"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import socketserver
 import subprocess
 import threading
 import time
@@ -80,6 +81,23 @@ def test_a_worker_that_a_frontend_does_not_reach_is_named_with_its_cause() -> No
         server.shutdown()
     (host,) = found.hosts
     assert host.parts["frontend to decode_here_0"] == f"{DOWN}: its certificate has expired"
+
+
+class AnswerOfSsh(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(4096)
+        self.request.sendall(b"SSH-2.0-server\r\n")
+
+
+def test_a_port_of_another_service_is_down() -> None:
+    with socketserver.TCPServer(("127.0.0.1", 0), AnswerOfSsh) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_address[1]
+        frontends = f"frontends: {{hosts: [here], address: 0.0.0.0, http_port: {port}}}\n"
+        text = ONE_HOST + frontends + "keys: {insecure: true}\n"
+        found = fleet_status(parse(text), f"tcp://127.0.0.1:{free_port()}")
+        server.shutdown()
+    assert found.hosts[0].parts["frontend"] == f"{DOWN}: SSH-2.0-server"
 
 
 def test_the_command_ends_with_status_1_where_etcd_does_not_answer(tmp_path: Path) -> None:
