@@ -37,8 +37,8 @@ def main(
     ] = 0,
     certificate: Annotated[str, typer.Option(help="PEM file: serve HTTPS.")] = "",
     private_key: Annotated[str, typer.Option(help="PEM file of its key.")] = "",
-    drain_s_max: Annotated[float, typer.Option(help="Limit of open streams at the end.")] = 30.0,
-    body_bytes_max: Annotated[int, typer.Option(help="Limit of one request.")] = BODY_BYTES_MAX,
+    drain_s_max: Annotated[float, typer.Option(help="Limit of a drain, in seconds.")] = 30.0,
+    body_bytes_max: Annotated[int, typer.Option(help="Limit of a body.")] = BODY_BYTES_MAX,
 ) -> None:
     """OpenAI's interface in front of a frontend, until SIGTERM."""
     start_logging("%(asctime)s %(levelname).1s %(name)s %(message)s")

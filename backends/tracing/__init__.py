@@ -1,1 +1,1 @@
-"""Which phases did one request go through, and which collector gets them?"""
+"""Tracing: the spans of each request, and their export to a collector."""

@@ -4,7 +4,7 @@ The `decision` output of a request:
 
     policy, admission          names of the policies that decided
     prefill, decode            the chosen pair of workers
-    predicted                  its terms in seconds (conductor/messages.py, Prediction)
+    predicted                  its Prediction (conductor/messages.py): seconds, decode_sequences
     predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
     second_fetch_node          predicted sources of the prefix
     queue_order, place_s       order of the queue; queue order key minus decision time, in seconds

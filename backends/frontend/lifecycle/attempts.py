@@ -8,7 +8,7 @@ kind of loss has a `Rule`:
                 harmful prompt could kill one worker after the other.
                 Other losses are retried until the deadline; a new request is also limited by
                 `full_workers_max`.
-    avoids      The next attempt leaves out the worker, as long as there is another one.
+    avoids      Later attempts leave out the worker, until no other one is available.
     is soon     The first loss in a row is retried without a pause.
 
 The deadline is the client's timeout or `request_s_max` after the arrival, whichever is earlier. The
@@ -67,7 +67,7 @@ class Loss(Enum):
 @dataclass(frozen=True, slots=True)
 class Rule:
     counts: bool  # True: counts towards `counted_max`
-    avoids: bool  # True: the next attempt leaves out the worker
+    avoids: bool  # True: later attempts leave out the worker
     is_soon: bool = True  # True: the first loss in a row is retried without a pause
 
 

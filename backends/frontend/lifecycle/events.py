@@ -252,10 +252,10 @@ class CancelCall(NamedTuple):
 
 
 class AbandonCall(NamedTuple):
-    """Leave the call to its worker, which ends it after reading Stop, or when the worker dies.
+    """Leave the call to its worker, which ends it after reading Stop.
 
-    The call is not cancelled: in Triton 2.51, cancelling a call to a live worker keeps a model
-    from unloading.
+    The call is cancelled only when the worker is lost: in Triton 2.51, cancelling a call to a live
+    worker keeps a model from unloading.
     """
 
     attempt: int

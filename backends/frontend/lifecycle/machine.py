@@ -93,7 +93,7 @@ from backends.text.text_stream import OutputDelta, merge
 
 MESSAGES_S_MAX = 5.0  # longest wait after a decode reply for the messages sent before it
 OVER, RETRIED = "the attempt has ended", "the request is retried on another worker"
-UNWANTED = "the answer has no reader any more"
+UNWANTED = "the request has failed, or its client is gone"
 
 
 class Phase(str, Enum):
