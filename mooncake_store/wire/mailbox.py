@@ -53,7 +53,7 @@ M = TypeVar("M")
 
 
 class Inbox(Generic[M]):
-    """Receives in its own thread; `on_messages` gets all waiting messages in order. `on_messages`
+    """Receives in its own thread; `on_messages` gets up to READ_AT_ONCE_MAX messages in order. It
     may return the seconds after which it wants another call, even without messages. An error in it
     is logged, and the inbox continues."""
 
@@ -170,8 +170,8 @@ class Outbox(Generic[M]):
 
     def send(self, address: str, message: M, attachment: memoryview | None = None) -> bool:
         """False: the message is lost, because the peer's queue is full or the peer rejects this
-        process. After close() every message is lost, and the result is True. An attachment is sent
-        without a copy, so its memory must not be written any more."""
+        process. After close() every message is lost, and the result is True. zmq.ZMQError: the
+        address is invalid. An attachment is not copied: do not write its memory any more."""
         data = sealed(self._encode(message), self._secret)
         with self._lock:
             if self._is_closed:

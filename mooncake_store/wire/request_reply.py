@@ -8,8 +8,8 @@ requests.
 The answering side has a Responder, which decodes a request, calls the function that carries it out,
 and frames the reply. No received bytes can stop it: invalid bytes are answered with an error.
 
-Over tcp:// both sides require keys if the process has some (keys/curve.py). A rejected side raises
-AccessRefused at once.
+Over tcp:// both sides require keys if the process has some (keys/curve.py). A rejected requester
+raises AccessRefused once all its keys have failed.
 
 Not here: the requests (directory_protocol.py, node_protocol.py).
 """
@@ -166,11 +166,11 @@ class Connection(Protocol):
     """Carries one request at a time; used by one thread at a time."""
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """The reply to request `number`; None: none arrived before time.monotonic()
-        `deadline_s`."""
+        """The reply to request `number`. None: none arrived before time.monotonic() `deadline_s`,
+        or none will."""
 
     def send(self, frames: list[bytes]) -> None:
-        """Send without waiting: the next exchange discards the reply."""
+        """Send without waiting. The request may be lost; the next exchange discards the reply."""
 
     def is_lost(self) -> bool:
         """True if the idle connection is rejected again and again."""
@@ -271,7 +271,8 @@ class Requester:
         look_after(self)
 
     def ask(self, request: Verb[T], timeout_s: float) -> T:
-        """The result in the reply; raises the error in the reply."""
+        """The result in the reply; raises the error in the reply. StoreUnavailable: no reply in
+        time, or this Requester is closed."""
         deadline_s = time.monotonic() + timeout_s
         body = msgspec.msgpack.encode(request)
         if self._turn is not None and not self._turn.acquire(timeout=timeout_s):

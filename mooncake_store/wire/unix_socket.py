@@ -25,7 +25,7 @@ CONNECTIONS_MAX = 4_096
 UNREAD_BYTES_MAX = 2 * REQUEST_BYTES_MAX  # replies that a client has not read
 RECEIVE_BYTES = 64 * 1024  # malloc uses mmap for more than 128 KiB, which takes 12 us
 PATH_BYTES_MAX = 107  # limit of the kernel
-RETRY_S = 0.02
+RETRY_S = 0.02  # between two attempts of a client to connect
 ACCEPT_PAUSE_S = 0.1  # after a failed accept, for example without free descriptors
 NOTE_S = 10.0  # between two log lines about failed accepts
 
@@ -170,8 +170,8 @@ class UnixConnection:
         self._incoming = bytearray()
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """The reply, or None at the deadline. A broken connection means that the directory has
-        ended; the request is then repeated to the next directory."""
+        """The reply, or None at the deadline. If the connection breaks, the directory has ended or
+        has dropped this client. The request is then repeated over a new connection."""
         message = to_stream(frames)
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
