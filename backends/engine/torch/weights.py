@@ -145,7 +145,7 @@ def load_weights(
     layers: LayerRange | None = None,  # None: all
     is_kv_fp8: bool = False,  # True: the scales of K and V are loaded too
 ) -> Weights:
-    """Read, check and fuse. A CheckpointError lists all missing or wrong tensors or wrong values."""
+    """Read, check and fuse. A CheckpointError lists all missing or wrong tensors and values."""
     wanted = layers or LayerRange(0, config.layers)
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     has_head = HEAD in checkpoint.entries
