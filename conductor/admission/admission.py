@@ -106,18 +106,22 @@ def decode_loads(
 
 
 def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
-    """The rejection if no worker of this role can take the request: none takes requests, or each
-    that does is too small. A resumed request waits for a large enough worker, which may restart."""
-    takers = [w for w in cluster.takers(role, now_s) if w.key not in request.excluded_workers]
+    """The rejection if no worker of this role can take the request: each is too small, or takes no
+    requests now. A resumed request waits for a large enough worker, which may be restarting."""
+    excluded = request.excluded_workers
+    all_of_role = [w for w in cluster.workers.values() if w.info.role == role and not w.is_follower]
+    allowed = [w for w in all_of_role if w.key not in excluded]
     tokens = request.prompt_tokens + request.output_tokens_max * (role == "decode")
-    if takers and not (request.is_resumed and tokens <= cluster.largest_seen[role]):
-        return _too_large(cluster, role, takers, request)
+    largest = max((cluster.tokens_max(w.info) for w in allowed), default=0)
+    if request.is_resumed:
+        largest = max(largest, cluster.largest_seen[role])
+    if largest < tokens and any(w.key not in excluded for w in cluster.takers(role, now_s)):
+        return _too_large(cluster, role, allowed, request)
     reasons: Counter[str] = Counter()
-    for worker in cluster.workers.values():
-        if worker.info.role == role and not worker.is_follower:
-            is_small = cluster.tokens_max(worker.info) < tokens
-            why = "too small for it" if is_small else "excluded by this request"
-            reasons[cluster.why_not(worker, now_s) or why] += 1
+    for worker in all_of_role:
+        is_small = cluster.tokens_max(worker.info) < tokens
+        why = "too small for it" if is_small else "excluded by this request"
+        reasons[cluster.why_not(worker, now_s) or why] += 1
     counts = ", ".join(f"{count} x {why}" for why, count in sorted(reasons.items()))
     reason = f"no {role} worker takes requests ({counts or 'none is registered'})"
     retry_s = _bounded(RETRY_NO_WORKER_S, cluster.config)
@@ -127,7 +131,7 @@ def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) 
 def _too_large(
     cluster: Cluster, role: str, workers: Sequence[WorkerState], request: Request
 ) -> Reject:
-    """None of these workers, which take requests, could ever hold it, so a retry cannot help."""
+    """No worker that the request may use could ever hold it, so a retry cannot help."""
     info = max((worker.info for worker in workers), key=cluster.tokens_max)
     node_blocks, wanted = cluster.node_blocks(info), request.prompt_tokens
     if node_blocks < min(info.pages_max, blocks_touched(wanted, info.block_tokens)):
