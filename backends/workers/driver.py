@@ -66,7 +66,7 @@ class Driver(ABC, Generic[W, J]):
 
     @abstractmethod
     def start(self, job: J) -> None:
-        """Compute a job whose loaded KV is in its pages. In a loader's (or its guide's) thread.
+        """Compute a job whose loaded KV is in its pages. In the thread of a loader or guide.
 
         The worker's `join_batch` returns whether the job is still there. Any error fails the job.
         """
