@@ -120,7 +120,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_wasted_prefills_total", "requests", (FRONTEND,),
                 "Requests that their decode worker refused, after their prefill was computed."),
         counter("mooncake_wasted_prefill_seconds_total", "seconds", (FRONTEND,),
-                "Time that those prefills took."),
+                "Time that the prefills of mooncake_wasted_prefills_total took."),
         counter("mooncake_routed_total", "attempts", (FRONTEND,),
                 "Attempts of requests that were given to a pair of workers."),
         counter("mooncake_retries_total", "attempts", (FRONTEND,),
@@ -130,11 +130,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_replicated_blocks_total", "blocks", (FRONTEND,),
                 "Blocks of hot prefixes that a node was asked to copy."),
         gauge("mooncake_hot_blocks", "blocks", (FRONTEND,),
-              "Blocks by how hot they are, at most 2,048: heat 2 are found 2 to 4 times as often "
-              "as gives a block another copy (hot_hits_per_s), by requests that came here. Hits "
-              "fade by half in hot_half_life_s.", HEAT),
+              "Blocks by their hits from requests of this frontend, at most 2,048. heat 2: 2 to 4 "
+              "times hot_hits_per_s. Hits fade by half in hot_half_life_s.", HEAT),
         gauge("mooncake_hot_block_copies", "copies", (FRONTEND,),
-              "Their copies in DRAM, over all nodes.", HEAT),
+              "Copies in DRAM of the blocks of mooncake_hot_blocks, over all nodes.", HEAT),
         gauge("mooncake_workers_wanted", "workers", (FRONTEND,),
               "Workers of a role that the load needs to keep both limits (role_flips).",
               Label("role")),
@@ -165,7 +164,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "series of their own, later ones share `(others)`.",
                 TENANT, Label("outcome", OUTCOMES)),
         counter("mooncake_tenant_rejections_total", "requests", (FRONTEND,),
-                "Requests of a tenant that were rejected for what it may have, or for another "
+                "Requests of a tenant that were rejected, for a limit of the tenant or another "
                 "reason.", TENANT, Label("reason", TENANT_REASONS)),
         counter("mooncake_tenant_tokens_total", "tokens", (FRONTEND,),
                 "Tokens of a tenant: prompts, what of them was cached, answers.",
@@ -178,15 +177,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
               "The limits that requests are admitted by, and goodput is counted by: ttft_slo_s and "
               "tbt_slo_s of the conductor.", Label("limit", ("ttft", "tbt"))),
         seconds("mooncake_ttft_seconds", FRONTEND,
-                "Time to first token: from the arrival of a request until its first token is in "
-                "the frontend's hands. Parsing and tokenising included."),
+                "Time to first token: from the arrival of a request until the frontend has its "
+                "first token, parsing and tokenising included."),
         seconds("mooncake_tbt_seconds", FRONTEND,
                 "Time between tokens of a streamed answer: the mean of the longest 10 % of its "
                 "intervals, as in FAST'25. One value per request."),
         counter("mooncake_token_intervals_total", "intervals", (FRONTEND,),
                 "Intervals between tokens of streamed answers."),
         counter("mooncake_token_interval_seconds_total", "seconds", (FRONTEND,),
-                "Their lengths: divided by the number of intervals, the mean time per token."),
+                "Sum of these intervals; divided by their number, the mean time per token."),
         seconds("mooncake_request_duration_seconds", FRONTEND,
                 "Answered requests, from arrival to the last token."),
         ratio("mooncake_ttft_prediction_error_ratio", FRONTEND,
@@ -214,7 +213,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "From the arrival of a request at its decode worker until it has pages and what "
                 "is missing of its KV begins to be read."),
         seconds("mooncake_handover_load_seconds", DECODE,
-                "Reading that rest of its KV."),
+                "Reading the missing KV of such a request."),
         counter("mooncake_decode_preemptions_total", "requests", (DECODE,),
                 "Running requests whose pages went to one of higher priority; they resume from the "
                 "store."),
@@ -260,7 +259,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
               "KV tokens that the next step of the running batch reads.", is_use=True),
         counter("mooncake_steps_total", "steps", WORKERS, "Steps of the engine."),
         counter("mooncake_step_seconds_total", "seconds", WORKERS,
-                "Their time: divided by the number of steps, the mean step; as a rate, how busy "
+                "Time of these steps: divided by their number, the mean step; as a rate, how busy "
                 "the engine is."),
         gauge("mooncake_step_age_seconds", "seconds", WORKERS,
               "How long the engine's current step has run; 0 between steps. A worker whose step "
@@ -284,16 +283,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_transfers_total", "transfers", WORKERS,
                 "Transfers that ended well.", TRANSPORT, Label("direction", ("read", "write"))),
         counter("mooncake_transfer_bytes_total", "bytes", WORKERS,
-                "Bytes that they moved.", TRANSPORT, Label("direction", ("read", "write"))),
+                "Bytes of these transfers.", TRANSPORT, Label("direction", ("read", "write"))),
         counter("mooncake_transfer_seconds_total", "seconds", WORKERS,
-                "Their time; transfers side by side add up.", TRANSPORT),
+                "Time of these transfers; parallel transfers add up.", TRANSPORT),
         counter("mooncake_transfer_failures_total", "transfers", WORKERS,
                 "Transfers that failed or missed their deadline.", TRANSPORT),
         counter("mooncake_nic_bytes_total", "bytes", WORKERS,
                 "Bytes moved over a network card that has a NIXL agent of its own.",
                 NIC, Label("direction", ("read", "write"))),
         counter("mooncake_nic_failures_total", "parts", WORKERS,
-                "Parts of transfers that failed over it, or were overdue and moved elsewhere.",
+                "Parts of transfers that failed over such a card, or were overdue and moved.",
                 NIC, Label("kind", ("failed", "given_up"))),
         gauge("mooncake_nic_resting_paths", "paths", WORKERS,
               "Paths from this card to cards of storage nodes that are unused until a probe works.",
