@@ -205,7 +205,7 @@ def _follow(
     ask: Ask,
     ready_s_max: float,
 ) -> None:
-    """Print the outcome of each edited model; exits with status 1 unless all of them are served."""
+    """Print each edited model's outcome. Exit status 1 if one is refused, replaced or pending."""
     served = {model: text for model, text in edit.texts.items() if model not in running.left_out}
     for model in edit.texts.keys() - served.keys():
         console.print(f"{model} is written, but not served (--prefill or --decode is lower)")

@@ -19,7 +19,7 @@ class ParameterDifference:
     model: str
     parameter: str
     value: str
-    default: str | None  # None: no model of this kind has this parameter
+    default: str | None  # None: this model has no such parameter
     shipped: str | None  # None: no shipped model to compare with
 
     def __str__(self) -> str:
@@ -37,8 +37,8 @@ def differences(
 ) -> Iterator[ParameterDifference]:
     """The parameters that differ from the default or from the shipped file.
 
-    `shipped` maps models to shipped files. A worker without a shipped file is compared with the
-    first shipped worker of its role.
+    `shipped` maps models to shipped files. A model without a shipped file is compared with the
+    first shipped model of its backend. Models of other backends are skipped.
     """
     for file in files:
         kinds = {each.name: str(each.type) for cls in classes_of(file)[0] for each in fields(cls)}

@@ -1,7 +1,7 @@
 """Plans the edit of `mooncake config set`, or reports every reason against it. Pure.
 
-An edit is refused if it adds a mistake to the repository, if a model that it changes would not
-load, or if a running system cannot apply it.
+An edit is refused if it adds a mistake to the repository, if a model that it names has any mistake,
+or if a running system cannot apply it.
 
 Not here: files (repository_files.py), waiting for the running system (running_system.py).
 """
@@ -61,7 +61,7 @@ def plan_edit(
     checkpoint: LookUp,
     running: RunningSettings | None = None,
 ) -> SettingsEdit:
-    """Raises EditRefused with every mistake. `running` is the system that serves these files."""
+    """Raises EditRefused with every mistake. `running` serves these files; None: no system does."""
     problems: list[str] = []
     wanted: dict[str, dict[str, str]] = {}
     # Assignments that add parameters are applied first, because a pattern matches only models that
@@ -123,7 +123,7 @@ def _assigned(
     running: RunningSettings | None,
 ) -> Iterator[tuple[str, str, str]]:
     """(model, parameter, value) for each model that the assignment matches. `wanted` maps models to
-    parameters of the same edit so far. Raises ConfigError if no model matches."""
+    parameters of the same edit so far. Raises ConfigError if no model or parameter matches."""
     left, equals, value = assignment.partition("=")
     pattern, _, parameter = left.strip().rpartition(".")
     if not (equals and pattern and parameter):
@@ -157,7 +157,7 @@ def _assigned(
 
 def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING_MOST) -> set[str]:
     """The model's parameters, and those that it would have with one of `settings`. By default these
-    are all parameters that an edit may add. The set is empty for models of other backends."""
+    are all parameters that an edit may add. Empty for other backends and unreadable files."""
     try:
         file = read_model_file(model, text)
     except ConfigError:

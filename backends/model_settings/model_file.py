@@ -38,8 +38,8 @@ class ModelFile:
     text: str
     name: str  # name in the file; "": the folder's name
     backend: str  # backend or platform
-    parameters: Mapping[str, str]
-    instances: int
+    parameters: Mapping[str, str]  # without those that the launcher adds (named _...)
+    instances: int  # of all instance groups, >= 1
     steps: tuple[str, ...]  # models of an ensemble
     inputs: Mapping[str, str]  # name -> type
     outputs: Mapping[str, str]
@@ -63,7 +63,7 @@ def read_model_file(model: str, text: str) -> ModelFile:
         parameters={
             name: value.string_value
             for name, value in sorted(config.parameters.items())
-            if not name.startswith("_")  # the launcher's
+            if not name.startswith("_")
         },
         instances=sum(group.count or 1 for group in config.instance_group) or 1,
         steps=tuple(step.model_name for step in config.ensemble_scheduling.step),
@@ -90,7 +90,7 @@ def without_comments(text: str) -> str:
 
 
 def changed(file: ModelFile, parameters: Mapping[str, str]) -> str:
-    """The text with these values. Raises ConfigError if the change needs an editor."""
+    """The text with these values. Raises ConfigError if only a person can change the text."""
     hidden = sorted((file.parameters.keys() & parameters.keys()) - parameters_of(file.text).keys())
     if hidden:
         raise ConfigError(_by_hand(file.model, hidden[0]))

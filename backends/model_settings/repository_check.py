@@ -1,8 +1,8 @@
-"""Finds every mistake of a model repository before a start.
+"""Finds the mistakes of a model repository before a start.
 
 Each model is checked by the code that it uses when it loads (config_pbtxt.py). Then the models are
 checked together: common parameters of all workers, both roles, storage nodes, pipeline stages,
-steps of an ensemble. `CheckpointFacts` provides everything that needs the disk.
+steps of an ensemble. The caller passes everything that needs the disk.
 
 Not here: reading folders (repository_files.py), a host's GPUs and memory (backends/doctor).
 """
@@ -32,7 +32,7 @@ from backends.model_settings.model_file import TAKE_ANOTHER, ModelFile, read_mod
 from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 
-# Backend -> its configuration classes. Those of workers depend on their parameters.
+# Backend -> its configuration classes. Workers are missing: theirs depend on their parameters.
 CLASSES: Mapping[str, tuple[type[Any], ...]] = {
     "conductor": (FrontendConfig, ConductorConfig),
     "preprocessing": (TokenizerConfig,),
@@ -51,7 +51,7 @@ class CheckpointFacts:
     problems: tuple[str, ...] = ()  # problems for every engine and tokenizer
     torch_problems: tuple[str, ...] = ()  # problems for the engine torch only
     context_tokens_max: int = 0  # 0: unknown
-    layers: int = 0
+    layers: int = 0  # 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def check_repository(
 ) -> RepositoryFindings:
     """Mistakes and notes of a repository with these config.pbtxt files.
 
-    `nodes` are the storage nodes of this host. None stands for a part of a deployment: nodes and
-    roles are then not checked. `versionless` are models without a version folder.
+    `nodes` are the storage nodes of this host. None, for a part of a deployment: missing nodes,
+    roles and pipeline stages are no mistakes. `versionless` are models without a version folder.
     """
     found = RepositoryFindings()
     files = []
@@ -118,8 +118,8 @@ def model_mistakes(file: ModelFile) -> Iterator[str]:
 
 
 def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
-    """The configuration classes of a model, and their joint check, which takes an instance of each.
-    () for models of other backends."""
+    """The configuration classes of a model, () for other backends; and the check of their values
+    together, which takes an instance of each class."""
     if file.backend in ROLES:
         return config_classes(file.backend, file.parameters)
     return CLASSES.get(file.backend, ()), lambda *configs: ()

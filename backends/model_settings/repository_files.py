@@ -19,7 +19,7 @@ CONFIG_BYTES_MAX = 2**20
 
 
 def read_texts(repository: Path) -> dict[str, str]:
-    """Model -> text of its config.pbtxt. Raises ConfigError if there is no repository."""
+    """Model -> its config.pbtxt. Raises ConfigError if there is none, or one is unreadable."""
     if not repository.is_dir():
         raise ConfigError(
             f"there is no model repository at {repository}: run from the project's root, name one "
@@ -71,7 +71,7 @@ def sole_setter(repository: Path, report: Callable[[str], None]) -> AbstractCont
 
 
 def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Write all texts. If one fails, restores the others from `before` and raises ConfigError."""
+    """Write all texts. If one fails, restore the written ones from `before`; raises ConfigError."""
     written: list[str] = []
     try:
         for model, text in texts.items():
@@ -87,7 +87,7 @@ def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str,
 
 
 def write_text(repository: Path, model: str, text: str) -> None:
-    """Replace a file atomically, with its own permissions; a link's target is replaced."""
+    """Replace a file atomically and keep its permissions. Of a link, the target is replaced."""
     path = (repository / model / CONFIG).resolve()
     # The temporary file is not in the model's folder, because a running system mirrors its entries.
     replace_file(

@@ -39,8 +39,8 @@ class RunningSettings:
     """The answer to GET /settings on the metrics port."""
 
     repository: str  # absolute path of the model repository
-    # Option -> value. checkpoint, dtype and device override every config.pbtxt; prefill and decode
-    # are numbers of workers.
+    # Given options -> value. checkpoint, dtype and device override every config.pbtxt; prefill and
+    # decode are numbers of workers.
     options: Mapping[str, str]
     made: Mapping[str, str]  # worker without its own model folder -> folder it is rendered from
     # Worker folders that are not served, because --prefill or --decode is lower than the number of
@@ -103,10 +103,9 @@ def wait_for(
     is_unchanged: Callable[[str], bool] = lambda model: True,
 ) -> dict[str, EditState]:
     """Poll until no outcome is pending, `seconds_max` have passed, or no answer came for
-    GONE_S_MAX. One poll may exceed the limit by ASK_S_MAX.
+    GONE_S_MAX. Then some outcomes may be PENDING. One poll may exceed the limit by ASK_S_MAX.
 
-    `wanted`: model -> digest. `is_unchanged(model)`: the model's file is still the version in
-    `wanted`.
+    `wanted`: model -> digest. `is_unchanged(model)`: its file is still the version in `wanted`.
     """
     answered_s = time.monotonic()
     give_up_s = answered_s + seconds_max

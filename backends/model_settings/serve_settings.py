@@ -2,8 +2,8 @@
 
 The value of an option overrides that of every config.pbtxt; all other values come from the files.
 The repository itself is only read. The mirrors that the Tritons poll are rendered from it, so live
-edits of other values apply as usual. A worker without a folder is made from the first worker of its
-role. Such workers use the storage nodes in turn.
+edits of other values apply as usual. A worker without a folder is made from the first served worker
+of its role. Such workers use the storage nodes in turn.
 
 Not here: the mirrors (backends/launcher/repository.py).
 """
@@ -75,7 +75,7 @@ class ServedWorkers:
 
 def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> ServedWorkers:
     """The workers at the start; `backends` maps the existing folders to their backends. Raises
-    ConfigError if a role has no folder."""
+    ConfigError if a role with a number of workers has no folder."""
     left_out: set[str] = set()
     made: dict[str, tuple[str, int]] = {}
     for role, count in settings.workers.items():
@@ -97,7 +97,7 @@ def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> Serv
 def rendered(
     settings: ServeSettings, text: str, made_number: int | None, nodes: Sequence[str]
 ) -> str:
-    """The mirrored config.pbtxt. `made_number` is the number of a worker without a folder."""
+    """The mirrored config.pbtxt. `made_number`: of a worker without a folder; None: it has one."""
     parameters = settings.of_model(text)
     if made_number is not None and nodes:
         parameters["store_node"] = nodes[made_number % len(nodes)]
