@@ -1,8 +1,8 @@
 """A checkpoint's chat template: renders messages as the text of the prompt.
 
-Templates are Jinja programs written for transformers, so they get the same environment. It is
-sandboxed and immutable, trims block lines, and has the loop controls. Its helpers are
-`raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
+Templates are Jinja programs written for transformers, so they get the same environment. The
+environment is sandboxed and immutable, trims block lines, and has the loop controls. Its helpers
+are `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
 
 A template reads the content of a message as a string, as a list of parts
 (`{% for part in message.content %}{{ part.text }}`), or as either. The wrong form loses the text
@@ -32,7 +32,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from backends.errors import ConfigError, InvalidRequest
 
 DEFAULT = "default"
-PROBE = "Mooncakeprobe"
+PROBE = "Mooncakeprobe"  # may be printed in any case
 PRINTED_PARTS = re.compile(rf"""['"]text['"]:\s*['"]{PROBE}""", re.IGNORECASE)
 ROLES = ("system", "user", "assistant", "tool")  # other roles are tried as `user`
 Content = str | list[dict[str, str]]  # parts are {"type": "text", "text": ...}
@@ -49,8 +49,7 @@ class _Generation(Extension):
 
 
 def templates(written: Any) -> dict[str, str]:
-    """Name -> template; {} without a template. tokenizer_config.json has one string, or a list of
-    {name, template}. Raises ConfigError for any other form."""
+    """Name -> template, of a string or a list of {name, template}; else ConfigError. {}: none."""
     if not written:
         return {}
     if isinstance(written, str):
@@ -68,7 +67,8 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
 ) -> str:
-    """Render the messages; raises InvalidRequest if the template rejects them."""
+    """Render by the default or only template of `named`, which is not empty. Raises InvalidRequest
+    if there is no such template, or if it rejects the messages or prints nothing."""
     if DEFAULT not in named and len(named) > 1:
         raise InvalidRequest(
             f"this checkpoint has the chat templates {', '.join(sorted(named))} but no default; "

@@ -1,8 +1,8 @@
 """Guided decoding: answers that follow a JSON schema, with llguidance.
 
-A compiled grammar is made from the schema and the tokenizer's vocabulary, once per schema and
-process, because it cannot be sent to another process. Requests with the same schema wait for the
-compilation; requests with another schema do not. A rejected schema is cached, too.
+A compiled grammar is made from the schema and the tokenizer's vocabulary, and cached. Each process
+compiles its own, because a grammar cannot be sent. Requests with the same schema wait for the
+compilation; requests with another schema do not. The rejection of a schema is cached, too.
 
 A `SchemaGuide` is the grammar matcher of one answer. Its state depends only on the tokens of the
 answer. So a worker that resumes an answer, as decode does after prefill, feeds these tokens into a
@@ -39,9 +39,9 @@ from backends.text.schema_size import schema_nodes
 from backends.text.tokenizer import Tokenizer
 
 GRAMMARS_MAX = 64  # compiled grammars in the cache
-# Nodes of all cached grammars (schema_size.py). A node takes 8 KB: at most 160 MB in a process.
+# Weights of all cached grammars in nodes (schema_size.py) of 8 KB: at most 160 MB in a process.
 GRAMMARS_NODES_MAX = 20_000
-# Each grammar counts as NODES_OF_ONE more nodes, and each BYTES_OF_NODE of its text as one.
+# A weight is a grammar's nodes, plus NODES_OF_ONE, plus one for each BYTES_OF_NODE of its text.
 NODES_OF_ONE, BYTES_OF_NODE = 64, 256
 STACK_BYTES = 256 * 2**20  # reserved; memory is used only for the depth of the schema
 _STACK_SIZE = threading.Lock()  # threading.stack_size holds for all new threads of the process
@@ -75,8 +75,8 @@ class SchemaGuide:
     def allowed(self) -> NDArray[np.bool_]:
         """Whether each token id is allowed next.
 
-        Raises InvalidRequest if the matcher fails, as for a schema that proves too large only
-        during the answer.
+        Raises InvalidRequest if no token is, or if the matcher fails, as for a schema that proves
+        too large only during the answer.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
@@ -92,7 +92,7 @@ class SchemaGuide:
 
     def advance(self, token_id: int) -> None:
         """Feed the answer's next token into the matcher. Raises InvalidRequest if the grammar does
-        not allow the token."""
+        not allow the token, or if it follows an end id."""
         if token_id in self._end_ids:
             self._is_over = True
         elif self._is_over or not self._matcher.consume_token(token_id):
@@ -136,9 +136,9 @@ class Guides:
         self._grammars: OrderedDict[bytes, _Grammar] = OrderedDict()  # digest -> grammar, LRU first
 
     def guide(self, schema: str, end_ids: Sequence[int], output_ids: Sequence[int]) -> SchemaGuide:
-        """A guide after these tokens of an answer. Raises InvalidRequest for an unusable schema.
+        """A guide after these tokens of an answer. A new schema is compiled first: slow.
 
-        A new schema is compiled first, so do not call this in a time-critical thread.
+        Raises InvalidRequest for an unusable schema or token, without llguidance or an end token.
         """
         if not is_installed():
             raise InvalidRequest(MISSING)
@@ -223,7 +223,7 @@ class Guides:
 
 
 def _nodes_of(text: str) -> int:
-    """The weight of its grammar in the cache; a rejected schema has no nodes of its own."""
+    """The weight of this schema's grammar in the cache; a rejected schema counts no nodes."""
     schema, problems = read_schema(text)
     nodes = 0 if problems else schema_nodes(schema)
     return NODES_OF_ONE + nodes + len(text) // BYTES_OF_NODE

@@ -1,9 +1,9 @@
 """Check of JSON schemas for guided decoding: every unsupported part, by its keyword.
 
 Ignoring a keyword would produce answers that do not validate. So every keyword that is not
-supported is rejected, also a misspelt one. Annotations and `x-...` have no meaning and are
-accepted. Some schemas are rejected although the grammar (guides.py) accepts them, because its
-answers may not validate:
+supported is rejected, also a misspelt one. Annotations and `x-...` (except `x-guidance`) have no
+effect and are accepted. Some schemas are rejected although the grammar (guides.py) accepts them,
+because its answers may not validate:
 
 * `minProperties` above both 1 and the number of `required`: other properties may occur twice;
 * `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in a validator's floats;
@@ -15,7 +15,6 @@ answers may not validate:
 The grammar follows the newest draft. Older forms (`items` and `additionalItems` of tuples,
 `exclusiveMinimum` true) are translated. The compiler itself reports further errors (two types at
 once, look-ahead in a pattern).
-Not here: the grammar and its state (guides.py).
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from typing import Any
 
 from backends.text.schema_size import size_problems, steps_of
 
-DEPTH_MAX = 60
-PROBLEMS_MAX = 5
+DEPTH_MAX = 60  # levels of nested objects and lists
+PROBLEMS_MAX = 5  # listed; further ones are counted
 ALIKE_MIN = 0.75  # similarity of a keyword that a message suggests, from 0 to 1
 MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder, and a million take seconds
 DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
@@ -271,7 +270,7 @@ def _distinct(names: Any) -> int:
 
 
 def _control_characters(value: Any) -> str:
-    """The grammar allows no \\u escapes, so control characters could not be written."""
+    """The grammar allows no \\u escapes, so most control characters could not be written."""
     is_good = not re.search(r"\\u00[01]", json.dumps(value, ensure_ascii=False))
     return "" if is_good else "control characters are not supported"
 

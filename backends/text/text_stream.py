@@ -1,15 +1,14 @@
 """Incremental detokenisation: whole characters only, text is never revised, stop words are cut off.
 
 Detokenisation works on bytes. A token adds bytes (token_bytes.py), and stop words are matched in
-bytes (`StopWords`). A UTF-8 decoder turns the *released* bytes into characters. It keeps the bytes
-of an unfinished character, and turns invalid bytes into U+FFFD. Text that may still become a stop
-word is held back together with its tokens. So the text of an OutputDelta is always the text of its
-token ids.
+bytes (`StopWords`). A UTF-8 decoder turns the *released* bytes into characters. The decoder keeps
+the bytes of an unfinished character, and turns invalid bytes into U+FFFD. Text that may still
+become a stop word is held back together with its tokens. So the text of an OutputDelta is always
+the text of its token ids, up to a stop word.
 
 The postprocessing model has no state. It receives an OutputDelta's ids with up to 16 `context_ids`
-before them, and computes the same text with `new_text`. A token's bytes depend on that context at
-most, and the last three bytes show where an unfinished character begins. (A test compares the two
-for random tokens, cut at random positions.)
+before them, and `new_text` computes the same text. A token's bytes depend on this context at most,
+and the context's last three bytes show where an unfinished character begins.
 
 Stop words are matched with Aho-Corasick, at a constant cost per byte. A UTF-8 character never
 occurs inside another one, so matching bytes finds the same words as matching characters, wherever
@@ -23,8 +22,8 @@ Further rules:
   `cut_bytes` limits the text of the delta;
 * a stop word that is complete within the first `min_tokens` tokens does not stop. A stop word that
   begins there and is complete later does, as in vLLM, so fewer than `min_tokens` may be shown;
-* the context is the end of the prompt. A request that is resumed on another worker passes the
-  tokens that the client has, so the same stop words are found as on the first worker.
+* the context is what precedes the first pushed token: the end of the prompt, or for a resumed
+  request also the output that the client has. A stop word never begins in the context.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ class TextStream:
         return self._release()
 
     def finish(self) -> OutputDelta:
-        """Release the held tokens; bytes of an unfinished character become U+FFFD."""
+        """Release the held tokens; an unfinished character becomes U+FFFD. No push may follow."""
         return self.push((), is_last=True)
 
     def check(self) -> None:
@@ -249,7 +248,7 @@ class TextStream:
         )
 
     def _limit_bytes(self) -> int:
-        """Byte position before which no stop word can begin any more, or at which it begins."""
+        """Byte position up to which text may be released: no stop word begins before it."""
         if self.is_stopped:
             return self._stop_at_bytes
         if self._is_finished or self._words is None:

@@ -62,7 +62,7 @@ class TokenBytes(ABC):
         """The bytes of a token after `context_ids`. The token and its context have text."""
 
     def ending(self, context_ids: Sequence[int]) -> bytes:
-        """The bytes that are added at the end of the output."""
+        """The bytes to add at the end of the output: those that `of` held back."""
         return b""
 
     def has_text(self, token_id: int) -> bool:
