@@ -3,8 +3,7 @@
 Supports Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (Kimi K2 is one), with the keys of
 transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`). Features that the engine
 cannot compute exactly are rejected by name, never ignored. One `CheckpointError` has all problems.
-Exception: the keys of an unknown architecture are not checked. Loads no torch, because `mooncake
-config` uses this module.
+Exception: keys of an unknown architecture are not checked. Loads no torch, for `mooncake config`.
 
 Not here: the tensors (checkpoint.py), the computation of RoPE (rope.py).
 """

@@ -499,8 +499,7 @@ class DecodeBatching(Admission):
     def to_preempt(self) -> list[str]:
         """The running requests to preempt so that the head of the queue fits, the last one first.
 
-        Empty if none waits, if the head fits when pages in saving are released, or if it would not
-        fit after preemption.
+        Empty if none waits, if pages in saving are enough for the head, or if all would not be.
         """
         head = self._head()
         if head is None or head in self._saving:
