@@ -301,9 +301,7 @@ def checkpoint_folder(checkpoint: str, repository: str) -> Path:
 
 
 def path_beside(path: str, repository: str) -> Path:
-    """A path in config.pbtxt: relative paths start beside the model repository.
-
-    Triton passes parameters as UTF-8, and a process in another locale must open the same bytes.
-    """
+    """A path in config.pbtxt: relative paths start beside the model repository. Triton passes
+    parameters as UTF-8, and a process in another locale must open the same bytes."""
     of_this_process = os.fsdecode(path.encode("utf-8", "surrogateescape"))
     return Path(repository).resolve().parent / Path(of_this_process).expanduser()

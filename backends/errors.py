@@ -119,10 +119,8 @@ class Cancelled(ServingError):
 
 
 class ConfigError(Exception):
-    """A config.pbtxt is invalid; the message lists all mistakes, each with its remedy.
-
-    The model does not load. A model that is already loaded keeps its settings.
-    """
+    """A config.pbtxt is invalid; the message lists all mistakes, each with its remedy. The model
+    does not load. A model that is already loaded keeps its settings."""
 
 
 # (kind, seconds, reason) in the wire message of an Overloaded.
@@ -130,10 +128,8 @@ REJECTED = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", re.D
 
 
 def from_wire(message: str, where: str) -> ServingError:
-    """The error in the wire message of another model; `where` names the model.
-
-    The prefix may be anywhere in `message`, because Triton may prepend text.
-    """
+    """The error in the wire message of another model; `where` names the model. The prefix may be
+    anywhere in `message`, because Triton may prepend text."""
     if rejected := REJECTED.search(message):
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
     kinds = (
@@ -154,11 +150,9 @@ def from_wire(message: str, where: str) -> ServingError:
 
 
 def from_broken_call(where: str, code: object, details: str | None) -> WorkerUnavailable:
-    """The error of a call whose connection failed.
-
-    A call that was not sent, or whose peer did not answer, is WorkerUnreached. If the connection
-    was closed, the result is WorkerUnavailable: the request may have crashed the worker.
-    """
+    """The error of a call whose connection failed. A call that was not sent, or whose peer did not
+    answer, is WorkerUnreached. If the connection was closed, the result is WorkerUnavailable: the
+    request may have crashed the worker."""
     text = (details or "").lower()
     is_cut = "UNAVAILABLE" in str(code) and any(words in text for words in LINK_CUT)
     is_unreached = is_cut or GRPC_NEVER_SENT in text

@@ -75,10 +75,8 @@ class HttpRefusal(Exception):
 
 
 def of_message(message: str) -> HttpRefusal:
-    """The error response for a message of Triton or of a model; `param` is left to the caller.
-
-    Only the beginning of the message is matched, because the rest may quote client input.
-    """
+    """The error response for a message of Triton or of a model; `param` is left to the caller. Only
+    the beginning of the message is matched, because the rest may quote client input."""
     text = ENSEMBLE.sub("", message)
     if rejected := REJECTED.match(text):
         kind, wait_s, reason = rejected.groups()

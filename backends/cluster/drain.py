@@ -49,11 +49,9 @@ class Left:
 
 
 def move_requests(directory: str, workers: Collection[str], secret: str) -> None:
-    """Move the requests of these workers to other workers at once, before their processes end.
-
-    A worker is notified only if the directory returns its address within ASK_S_MAX. A request of a
-    worker without notification is resumed after the worker has ended.
-    """
+    """Move the requests of these workers to other workers at once, before their processes end. A
+    worker is notified only if the directory returns its address within ASK_S_MAX. The requests of
+    another worker are resumed after this worker has ended."""
     with (
         contextlib.suppress(StoreError),
         DirectoryClient(directory, ASK_S_MAX) as client,
@@ -149,12 +147,9 @@ class HostDrain:
         ]
 
     def _copy_lonely(self, give_up_s: float, on_progress: Callable[[str], None]) -> int:
-        """Copy until every block has a copy on another host, or no further block can be copied.
-
-        Returns the number of blocks without such a copy. Whole batches go to one node, because a
-        prefix is most useful if one node has all its blocks. Blocks that do not fit are scattered
-        over several nodes.
-        """
+        """Copy until every block has a copy on another host, or no further block can be copied;
+        returns the number of blocks without such a copy. Whole batches go to one node, because a
+        prefix is most useful if one node has all its blocks. Other blocks are scattered."""
         blocks, is_scattered = self._lonely(), False
         while blocks and time.monotonic() < give_up_s:
             on_progress(f"{len(blocks)} blocks are on {self.host} alone")

@@ -1,9 +1,8 @@
 """Rolling restarts of the processes that read certificates only at their start.
 
-A worker's Triton reads its certificates at its start. When the host's folder of keys changes, the
-launcher drains and restarts each outdated worker, one at a time, while all other workers of the
-host serve. Requests under way finish on the draining worker; new requests are routed to other
-workers.
+When the host's folder of keys changes, the launcher drains and restarts the outdated workers, one
+at a time, while all other workers of the host serve. Requests under way finish on the draining
+worker; new requests are routed to other workers.
 
 Hosts take turns, because an operator may copy new keys to all hosts at once. A role with two
 workers therefore always has one that serves. A turn is an election in etcd. Where one directory

@@ -67,11 +67,8 @@ def backend_of(model: Path) -> str | None:
 
 
 class WorkerFolders:
-    """The prefill and decode workers of the operator's repository.
-
-    A worker has a folder of its own, or it is made from the folder of another worker. The latter
-    happens if the launch options demand more workers than there are folders (serve_settings.py).
-    """
+    """The prefill and decode workers of the operator's repository. If the options demand more
+    workers than there are folders, further workers are made from a folder (serve_settings.py)."""
 
     def __init__(
         self, repository: Path, settings: ServeSettings = NO_SETTINGS, nodes: Sequence[str] = ()
@@ -217,10 +214,8 @@ class RepositoryMirror:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Empties the folder `target`. The mirror contains the models for which `wants` is True.
-
         `workers` adds workers without a folder and renders each config.pbtxt. Without it, the
-        mirror copies each config.pbtxt unchanged.
-        """
+        mirror copies each config.pbtxt unchanged."""
         self.source = source.resolve()
         self.target = target
         self.edits = EditStates()

@@ -69,11 +69,8 @@ class Stubs:
 
 
 def end_orphans(launches: Collection[str]) -> None:
-    """Kill model processes of dead launches.
-
-    A stub whose Triton is killed during a load can wait for that Triton for ever. `launches` are
-    names of launches, which are prefixes of their shared memory names.
-    """
+    """Kill model processes of dead launches. A stub whose Triton is killed during a load can wait
+    for that Triton for ever. `launches`: their names, which are prefixes of their shared memory."""
     prefixes = tuple(f"{name}-" for name in launches)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):

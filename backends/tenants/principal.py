@@ -73,10 +73,8 @@ def principal_of(
 def check_is_gateway(
     parameters: Mapping[str, Any], keys: ApiKeys | None, secret: str, now_unix_s: float
 ) -> None:
-    """Raises Forbidden if keys are configured and the caller is not the gateway.
-
-    To be called before data of all tenants is sent.
-    """
+    """Raises Forbidden if keys are configured and the caller is not the gateway. Call this before
+    data of all tenants is sent."""
     if keys is None:
         return
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")

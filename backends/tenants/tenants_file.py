@@ -174,11 +174,8 @@ def write(path: Path, file: TenantsFile) -> None:
 
 
 def _keep_readers(descriptor: int, path: Path) -> None:
-    """Copy owner, group and group's read permission from the replaced file.
-
-    So a service of another user can still read it. Without the right to change the owner, only
-    this user can read the file.
-    """
+    """Copy owner, group and the group's read permission from the replaced file, so that a service
+    of another user can still read it. If this user may not change the owner, only this user can."""
     os.fchmod(descriptor, 0o600)
     with contextlib.suppress(FileNotFoundError, PermissionError):
         before = path.stat()

@@ -187,11 +187,8 @@ class ChildProcess:
         self._process.terminate()
 
     def finish(self, deadline_s: float) -> bool:
-        """Wait for the child's end, then kill its process group; True if it ended in time.
-
-        The child leads its own session and group. The signal therefore reaches only its
-        descendants, like the stubs of a crashed Triton.
-        """
+        """Wait for the child's end, then kill its process group; True if it ended in time. The
+        group has only the child and its descendants, like the stubs of a crashed Triton."""
         try:
             self._process.wait(timeout=max(deadline_s, 0.01))
             ended = True

@@ -185,11 +185,8 @@ def _container(
 
 
 def _resources(plan: HostPlan) -> Document:
-    """The resources of a pod, whose memory includes /dev/shm.
-
-    An overlay adds the memory of a `segment_path` outside /dev/shm, and the memory that engines on
-    GPUs use in /dev/shm for staging.
-    """
+    """The resources of a pod, whose memory includes /dev/shm. An overlay adds the memory of a
+    `segment_path` outside /dev/shm, and what engines on GPUs use in /dev/shm for staging."""
     threads = sum(int(worker.parameters.get("threads", 1)) for worker in plan.workers)
     limits = {"memory": str(BASE_MEMORY_BYTES + plan.shm_bytes + SHM_EXTRA_BYTES)}
     used = gpus_of({worker.model: worker.parameters for worker in plan.workers}).values()

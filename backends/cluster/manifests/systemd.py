@@ -23,11 +23,8 @@ def unit_name(deployment: Deployment, host: str) -> str:
 
 
 def unit(deployment: Deployment, plan: HostPlan, program: str, folder: str, user: str) -> str:
-    """The text of the unit.
-
-    `program` is the path of `mooncake` on the host. `folder` contains the cluster file and the
-    model repository to render from. `user` is the user that the unit runs as.
-    """
+    """The text of the unit. `program` is the path of `mooncake` on the host. `folder` contains the
+    cluster file and the model repository to render from. The unit runs as `user`."""
     cluster_file = deployment.file_name
     return f"""\
 # Rendered from {cluster_file} for host {plan.host} by `mooncake cluster render systemd`.

@@ -82,9 +82,7 @@ def live(metrics_url: str, interval_s: float) -> int:
 
 def serve_page(metrics_url: str, frontend: str, port: int) -> None:
     """Exec `backends.gateway` on 127.0.0.1:`port`, connected to `frontend` (HOST:PORT of gRPC).
-
-    Never returns: without the gateway's packages or the metrics page, it exits with status 1.
-    """
+    Never returns: exits with status 1 without the gateway's packages or the metrics page."""
     require("gateway", "--web")
     console = Console(stderr=True, soft_wrap=True)
     try:
