@@ -8,8 +8,8 @@ fails other blocks; a failed node fails only its own blocks.
 A slot's header names the block in it, the use of the slot (its generation), and the number of
 layers. The layer digests are in the segment's digest region.
 
-Not here: how bytes move (transport.py), which nodes there are (known_nodes.py), leases (store.py),
-what a header is (slot_memory.py), what a checksum covers (digests.py).
+Not here: how bytes move (transport.py), which nodes there are (known_nodes.py), leases (the
+directory), what a header is (slot_memory.py), what a checksum covers (digests.py).
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class BlockReader:
         movers: Movers | None = None,
         headers: HeaderReader | None = None,
     ) -> None:
-        """`headers` is used for two checks: Want.key, and a retry of a failed block with the layer
-        count from its header. None: neither is done."""
+        """`headers` is used to check Want.key, and to verify a failed block again with the layer
+        count from its header. None: no Want may have a key, and blocks are verified once."""
         self._nodes = nodes
         self._headers = headers
         self._movers = movers or Movers(1)

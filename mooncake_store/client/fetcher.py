@@ -97,8 +97,8 @@ class Fetcher:
         terms: LeaseTerms,
     ) -> dict[str, int]:
         """The number of bytes received from each node. `own` returns the local segment, or None
-        while the local node is down; then nothing is pulled. `copies` may be local already. The
-        caller looks up afterwards which blocks are local now."""
+        while the local node is down; then nothing is copied into it. `copies` may be local already.
+        The caller looks up afterwards which blocks are local now."""
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:

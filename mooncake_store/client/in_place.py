@@ -39,8 +39,7 @@ class PlacedBlock(NamedTuple):
 
 class PlacedBlocks(NamedTuple):
     incarnation: str  # of the node whose segment it is
-    # None: the block failed verification, or `until_s` passed first
-    blocks: list[PlacedBlock | None]
+    blocks: list[PlacedBlock | None]  # None: must not be used in place
 
 
 NOTHING_PLACED = PlacedBlocks("", [])
@@ -49,7 +48,7 @@ NOTHING_PLACED = PlacedBlocks("", [])
 def placed_blocks(
     view: ByteArray, shape: Geometry, copies: Sequence[Copy], layers: int, until_s: float
 ) -> list[PlacedBlock | None]:
-    """Verify the blocks until `until_s` of time.monotonic()."""
+    """Verify blocks until `until_s` of time.monotonic(). None: corrupt, or not reached by then."""
     memory = SlotMemory(view, shape)
     return [
         _placed(memory, copy, layers) if time.monotonic() <= until_s else None for copy in copies

@@ -33,8 +33,8 @@ from mooncake_store.wire.directory_protocol import KEYS_MAX
 log = logging.getLogger("mooncake_store.client")
 LOOK_AGAIN_S = 0.5  # until the next search for a table, after none was current
 REMOVED_S = 5.0  # longer than a table in use can lag
-REMOVED_MAX = 65_536
-REPORT_S = 0.1
+REMOVED_MAX = 65_536  # remembered block keys
+REPORT_S = 0.1  # between two reports of uses
 IDLE_ROUNDS_MAX = 20  # after as many idle rounds the reporting thread sleeps until the next use
 
 
@@ -47,7 +47,7 @@ class IndexReader:
         self._is_wanted = is_wanted()
         self._look_s = 0.0  # CLOCK_BOOTTIME of the next search for a table
         self._lock = threading.Lock()
-        # until when the directory is asked instead, oldest first
+        # Block key -> time.monotonic() until which only the directory is asked; oldest first.
         self._removed: dict[bytes, float] = {}
         self._used: list[bytes] = []  # joined block keys of one read each, not reported yet
         self._used_bytes = 0
@@ -110,7 +110,7 @@ class IndexReader:
         return list(dict.fromkeys(info.index_path for info in infos if info.index_path))
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """Note a removal. Call it before the directory is asked to remove."""
+        """Note removed or bad blocks. Call it before the directory is asked to remove them."""
         if not self._is_wanted:
             return
         until_s = time.monotonic() + REMOVED_S

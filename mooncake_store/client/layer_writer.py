@@ -94,7 +94,7 @@ class LayerWriter:
         self, node_id: str, writes: Sequence[LayerWrite], deadline_s: float
     ) -> list[tuple[int, ...] | None]:
         """As `copy`, into any node. After TransferFailed some layers may be written. After
-        TransferTimeout bytes may still arrive."""
+        TransferTimeout bytes may still arrive. Copies into mapped memory have no deadline."""
         node, until_s = self._access(node_id), time.monotonic() + deadline_s
         try:
             if isinstance(node.transport, MappedTransport):

@@ -7,15 +7,15 @@ copy computes the checksum. From other hosts the payload goes through the transp
 
 Slots: a client that puts often has reserved and marked slots in advance (reserved_slots.py). Such a
 put marks the raw slots of the next put, writes payload and header, and sends one message. Any other
-put requests its slots, marks them, and asks the directory whether it may write.
+put requests its slots, marks them, and confirms that no other directory leads (may_write).
 
 Payload and "ready" header are one transfer only if the transport keeps the order of spans. NIXL
 guarantees no order, and a restarted directory trusts that header (docs/decisions/0031).
 
-Failures: after a failed transfer nothing is in flight, and the slots are free at once. After a
-timeout bytes may still arrive, so the slots are quarantined when their lease ends. If one of
-several network paths is stuck, or the marks time out (WriteGivenUp), the slots are quarantined at
-once, and the blocks are written again into other slots.
+Failures: after a failed transfer nothing is in flight, and slots from `allocate` are free at once.
+After a timeout bytes may still arrive, so the slots are quarantined, as are all slots of a failed
+reserve. If one of several network paths is stuck, or the marks time out (WriteGivenUp), the blocks
+are then written again into other slots.
 
 Not here: the caller's arguments and which node (client.py), who may write where (the directory).
 """
@@ -55,13 +55,13 @@ from mooncake_store.transports.movers import Movers, copied_parts, parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s, side_by_side
 
 log = logging.getLogger("mooncake_store.client")
-PART_BYTES = 4 * 1024**2
-UNVERIFIED_PART_BYTES = 64 * 2**20
+PART_BYTES = 4 * 1024**2  # per transfer, hashed directly before
+UNVERIFIED_PART_BYTES = 64 * 2**20  # the same without hashing
 SHARE_BYTES_MIN = 1024**2  # bytes per mover; smaller shares are not worth another thread
-MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # bounds for one transfer of marks
+MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # bounds of the timeout of one transfer of marks
 _NO_KEY = bytes(KEY_BYTES)  # in the header of a slot that is reserved for a block not known yet
 ATTEMPTS_MAX = 3  # writes of one block; each except the last was given up (WriteGivenUp)
-ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # polling a block of another writer
+ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # first and longest wait for another writer
 
 
 class Write(NamedTuple):
@@ -116,9 +116,9 @@ class Putter:
         owner: str,
         deadline_s: float,
     ) -> list[bool]:
-        """True: the block is complete in the store. All `sources` have one size. If another client
-        is writing a block, the put waits for it. If that client abandons the block before the
-        deadline, the put writes it."""
+        """True: the block is complete in the store. False: no room, no time left, or not written.
+        All `sources` have one size. If another client is writing a block, the put waits for it, and
+        writes the block if that client abandons it. After a StoreError any may be stored."""
         until_s = time.monotonic() + deadline_s
         done = self._put_reserved(node_id, keys, sources, deadline_s)
         left = [at for at, is_there in enumerate(done) if is_there is None]
@@ -133,7 +133,7 @@ class Putter:
     def _put_reserved(
         self, node_id: str, keys: Sequence[bytes], sources: Sequence[ByteArray], deadline_s: float
     ) -> list[bool | None]:
-        """None: the block is not stored yet and needs a slot from `allocate`."""
+        """True: the block is stored. False: the write failed. None: it needs `allocate`."""
         info = self._nodes.find(node_id)
         if info is None or self._attached.get(node_id) != info.incarnation:
             return [None] * len(keys)
@@ -155,7 +155,6 @@ class Putter:
             log.warning("put on node_id=%s: %s", node_id, error)
             self._reserved.failed(taken)
             return [None] * len(keys)
-        # after a timeout bytes may still arrive, so all slots are quarantined
         except TransferFailed as error:
             log.warning("put on node_id=%s: %s", node_id, error)
             self._reserved.failed(taken)
@@ -348,15 +347,12 @@ class Putter:
         lease_s: float,
         until_s: float,
     ) -> None:
-        """Mark the slots. EpochPassed: the slots may belong to another owner by now. After
-        EpochPassed no payload may be written. Usually it is raised before a header is written,
-        too. WriteGivenUp: the marks timed out before the put did, and may still arrive."""
+        """Mark the slots. EpochPassed: the slots may belong to another owner, so no payload may be
+        written. WriteGivenUp: the marks timed out before the put did, and may still arrive."""
         node = self._access(info)
         now_s, mark_s_max = boot_s(), MARK_S_MAX
-        # again after the headers are written: from then on they protect the slots from a new
-        # directory
-        confirm()
-        # a new directory starts no earlier than this, so a mark must not take longer
+        confirm()  # and again after the marks, which then protect the slots from a new directory
+        # No new directory starts before `begins_s`, so no mark may take longer.
         if given.begin_s:
             is_in_time = now_s - given.asked_s <= given.begin_s
             begins_s = (given.asked_s if is_in_time else now_s) + given.begin_s
@@ -377,8 +373,7 @@ class Putter:
 
     def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:
         """Write the blocks into marked slots; the checksum of each (0 if this store computes none).
-        TransferFailed: none of these blocks may be committed. TransferTimeout: bytes may still
-        arrive."""
+        EpochPassed, TransferFailed: no block may be committed. TransferTimeout: late bytes."""
         node = self._access(info)
         if isinstance(node.transport, MappedTransport):
             return self._fill_mapped(node.transport, node, writes, until_s)

@@ -22,8 +22,8 @@ from mooncake_store.wire.node_protocol import BLOCKS_MAX
 
 log = logging.getLogger("mooncake_store.client")
 DRAIN_BLOCKS = 256  # per batch
-EPOCHS_MAX = 8  # attempts of a pull after changes of the directory
-EPOCH_WAIT_S = 0.25  # between two attempts; a node reports twice a second
+EPOCHS_MAX = 8  # attempts of one pull, if the directory changes
+EPOCH_WAIT_S = 0.25  # between two attempts; a node reports every second
 
 
 class Replicas:
@@ -40,6 +40,8 @@ class Replicas:
         deadline_s: float,
         source: str = "",
     ) -> list[bool]:
+        """True: the block is on every node of `add` and on none of `drop`. False: no node has it, a
+        node of `add` lacks it, or its last or a leased copy is on `drop`."""
         until_s = time.monotonic() + deadline_s
         infos = {info.node_id: info for info in self._directory.nodes()}
         for node_id in (*add, *drop):
@@ -114,9 +116,9 @@ class Replicas:
         on_progress: Callable[[int, int], None],
         deadline_s: float = 600.0,
     ) -> int:
-        """Stop new blocks on the node, and copy blocks that only it has; returns blocks left
-        behind. Calls on_progress(moved, left) after each batch. With 0 left the node can be stopped
-        without loss. A block stays behind if no other node has room for it."""
+        """Stop new blocks on the node, and copy blocks that only it has. Returns how many are left,
+        at most DRAIN_BLOCKS; with 0 the node can be stopped without loss. Before each batch, calls
+        on_progress(blocks moved so far, blocks in the batch)."""
         until_s = time.monotonic() + deadline_s
         self._directory.drain(node_id, True)
         infos = {info.node_id: info for info in self._directory.nodes()}

@@ -38,17 +38,17 @@ from mooncake_store.records.blocks import STORED, THERE, Slot
 from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger("mooncake_store.client")
-LEASE_S = 60.0
+LEASE_S = 60.0  # of all slots of a reserve; each commit renews the lease
 BLOCKS_MAX = 64  # of a put; for a larger put the request for its slots costs relatively little
 SIZE_BYTES_MAX = 64 * 2**20  # of a block
-IDLE_S = 3.0  # without a put, after which a reserve is released
+IDLE_S = 3.0  # a reserve is released after so long without a put
 STEP_S = 0.25  # the longest time that a raw slot waits for the thread
 # A raw slot older than this is released, not marked. A directory that started since may have
 # granted the slot to another owner. Before RAW_S_MAX it cannot have: it grants slots only after the
 # node has detected it and reported its blocks, and that takes longer.
 RAW_S_MAX = 0.5
-ASK_FIRST_S = 5.0  # after a put of blocks that were stored already
-SIZES_SEEN_MAX = 64
+ASK_FIRST_S = 5.0  # puts call `allocate` for so long after a put of a block that was stored already
+SIZES_SEEN_MAX = 64  # remembered (node, block size) pairs
 Use = tuple[int, int]  # slot, generation
 Row = tuple[bytes, int, int, int]  # block key, slot, generation, checksum
 
@@ -130,8 +130,7 @@ class ReservedSlots:
         self._is_closed = False
 
     def take(self, info: NodeInfo, size_bytes: int, count: int, deadline_s: float) -> Taken | None:
-        """Slots for a put of `count` blocks, leased beyond its deadline. None: too few are
-        ready."""
+        """Slots for a put of `count` blocks, leased beyond its deadline. None: call `allocate`."""
         with self._lock:
             reserve = self._reserves.get((info.node_id, size_bytes))
             now_s = boot_s()
@@ -164,8 +163,8 @@ class ReservedSlots:
 
     def commit(self, taken: Taken, rows: Sequence[Row]) -> Sequence[int]:
         """Commit the blocks written to `taken`, and confirm its marks. The verdict on each block is
-        STORED, THERE or REFUSED (records/blocks.py). EpochPassed: no block counts; the caller calls
-        `failed`."""
+        STORED, THERE or REFUSED (records/blocks.py). After a StoreError no block counts, and the
+        caller calls `failed`."""
         reserve, own = taken.reserve, _Commit(rows)
         with self._lock:
             reserve.marked += taken.raw
@@ -221,7 +220,7 @@ class ReservedSlots:
                 self._directory.release_later(reserve.owner)
 
     def asked(self, info: NodeInfo, size_bytes: int, count: int) -> None:
-        """A put used `allocate`. From the second such put on, reserve slots for the next ones."""
+        """A put used `allocate`. From the second within IDLE_S on, reserve slots for later puts."""
         if not 0 < count <= BLOCKS_MAX or size_bytes > SIZE_BYTES_MAX:
             return
         key, now_s = (info.node_id, size_bytes), boot_s()
@@ -342,7 +341,7 @@ class ReservedSlots:
             self._commit(reserve, _Commit(()))
 
     def close(self) -> None:
-        """Release all reserves. No put is in progress or follows."""
+        """Release all reserves. No put may be in progress or follow."""
         with self._lock:
             self._is_closed = True
             thread = self._thread

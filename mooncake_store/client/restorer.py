@@ -29,7 +29,7 @@ log = logging.getLogger("mooncake_store.store")
 LEASE_MARGIN_S = 5.0  # a lease ends this long after the deadline of the transfer that it protects
 GROUP_BYTES = 32 * 1024**2  # smaller groups leave the disk's queue empty and were slower
 ANOTHERS_POLL_S = 0.005  # poll interval for a block that another process is restoring
-Group = list[tuple[int, Restore]]  # (index of the block, how to restore it)
+Group = list[tuple[int, Restore]]  # (index in `copies` of `restore`, how to restore the block)
 
 
 class LeaseTerms(NamedTuple):
@@ -81,7 +81,7 @@ class Restorer:
         self, keys: Sequence[bytes], copies: Sequence[Copy], terms: LeaseTerms
     ) -> Iterator[list[tuple[int, Copy]]]:
         """Groups of (index, copy in DRAM) as they arrive; `copies` are on SSDs. Blocks that could
-        not be read are omitted. The yielded copies are leased to the owner."""
+        not be read are omitted. The owner leases the yielded copies."""
         by_node: dict[tuple[str, int], list[int]] = {}
         for index, copy in enumerate(copies):
             by_node.setdefault((copy.node_id, copy.size_bytes), []).append(index)

@@ -8,10 +8,10 @@ as a further copy.
 Threads: every method may be called from several threads (an engine loop and its movers). Bytes move
 outside the GIL, and reads of several threads run in parallel (nixl_transport.py).
 
-Failure: a block that cannot be read is a miss, never an exception. A copy that proves corrupt is
+Failure: a block that cannot be read in time is a miss, never an exception. A corrupt copy is
 reported to the directory. A node that fails is not tried again during a cool-down. StoreUnavailable
-is raised when the directory does not answer. After a timeout, bytes may still arrive: pages in
-pending_offsets() must not be given to a request until pending_offsets() stops listing them.
+is raised when the directory does not answer. `deadline_s` counts from the call. After a timeout,
+bytes may still arrive: do not give pages to a request while pending_offsets() lists them.
 
 When the local node dies, its memory is unmapped within a fraction of a second, because its next
 incarnation may need the memory (mapped_transport.py). Data written to its slots afterwards is lost,
@@ -92,10 +92,8 @@ class _Own:
 
 
 class Store:
-    """`transports` chooses how this process reaches the memory of nodes. "auto": the local node
-    mapped, all others by NIXL. "mapped": every node of this host mapped; NIXL is not needed.
-    "nixl": the local node by NIXL too, to compare the two transports. Writes to the local segment
-    are mapped copies in each mode."""
+    """`transports`: the mode of KnownNodes, that is, how this process reaches the memory of nodes.
+    The local segment is mapped in every mode, and writes to it are mapped copies."""
 
     def __init__(
         self,
@@ -106,7 +104,8 @@ class Store:
         transports: str = "auto",
         layers: LayerRange | None = None,
     ) -> None:
-        """`layers`: the layers that the pages of this worker hold; None means all layers."""
+        """`layers`: the layers that the pages of this worker hold; None means all layers.
+        NodeUnknown, TransferFailed: the local node is not registered, or has died."""
         self.node_id = node_id
         self.layout = layout
         self.pages = PageLayout(layout, layers) if layers else PageLayout.whole(layout)
@@ -139,7 +138,7 @@ class Store:
         self._probe = Probe(self._nodes)
 
     def _attach(self, before: _Own | None) -> _Own:
-        """Attach the local node's current incarnation, and map it unless it is mapped already."""
+        """Attach and map the local node. NodeUnknown, TransferFailed, LayoutMismatch."""
         self._nodes.refresh()
         info = self._nodes.find(self.node_id)
         if info is None:
@@ -182,8 +181,7 @@ class Store:
             raise TransferFailed(f"storage node {self.node_id} has died: {error}") from None
 
     def register_buffer(self, buffer: ByteArray) -> None:
-        """Register the engine's KV pool (uint8, contiguous), so that NIXL reads write to it
-        directly."""
+        """Register an engine's KV pool (uint8, contiguous) until `close`, for `read` and `write`."""
         assert buffer.dtype == np.uint8 and buffer.flags.c_contiguous, buffer.dtype
         self._buffers.append(buffer)
         self._nodes.register(buffer.reshape(-1))
@@ -194,7 +192,7 @@ class Store:
             self._nodes.nixl.make_lanes(count)
 
     def lookup(self, keys: Sequence[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:
-        """The copies of each block key, up to the first that has none; leased to `owner`."""
+        """The copies of each block key, up to the first that has none; all leased to `owner`."""
         found = self._directory.lookup(keys, owner, lease_s)
         if found:
             self._recent.append((keys, found))
@@ -209,10 +207,11 @@ class Store:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        """Reserve slots in the local node for these blocks and mark their headers "writing". Covers
-        nothing (store full) while the local node is down, or while blocks in use fill the quota of
-        `tenant`. `size_bytes`: the size of each block; 0 means the size of this layout.
-        TransferFailed: the node's process has died and no new incarnation is attached yet."""
+        """Directory.allocate in the local node, and mark the granted slots' headers "writing".
+        Blocks that the node has already get no slot, but a lease. Covers nothing while the local
+        node is not registered or drains, or while blocks in use fill the quota of `tenant`.
+        `size_bytes`: the size of each block; 0 means the size of this layout. TransferFailed: the
+        node's process has died, no new one is attached yet. StoreFull: too many leases."""
         size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
             own = self._own
@@ -265,10 +264,11 @@ class Store:
         """Copy layers of the page at buffer[offsets_bytes[i]] into slots[i]; returns their digests.
 
         The slots may be of any node. Another process of the same release may have allocated them;
-        its lease must still be valid. `layers`: only these layers of the page. None as a result:
-        that slot has another use by now, and nothing changed there. TransferFailed: the slots' node
-        has died. TransferTimeout: bytes may still arrive. The caller then lets the lease expire,
-        does not abandon the slot, and does not publish the digests.
+        its lease must still be valid. `layers`: only these layers of the page. `deadline_s` bounds
+        writes to other nodes only. None as a result: that slot has another use by now, and nothing
+        changed there. TransferFailed: the slots' node has died or cannot be reached. After
+        TransferTimeout bytes may still arrive: the caller lets the lease expire, does not abandon
+        the slot, and does not publish the digests.
         """
         part = self._part(layers)
         skip_bytes = part.offset_bytes - self._part(None).offset_bytes
@@ -299,8 +299,9 @@ class Store:
 
     def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
         """Commit (block key, slot, digests of all layers, from all writers) for slots of any node
-        that `owner` holds. False: `owner` no longer holds the slot. TransferFailed: the slots' node
-        has died, so the blocks cannot be read any more."""
+        that `owner` holds; lease_s = 0 ends their lease. False: the slot has another use by now, or
+        another directory leads. TransferFailed, TransferTimeout: as for `write`. RequestInvalid:
+        digests are missing, or see Directory.commit."""
         done = [False] * len(blocks)
         for _, _, digests in blocks:
             if len(digests) != self.layout.layers:
@@ -349,9 +350,11 @@ class Store:
         self._directory.abandon(slots, owner)
 
     def renew(self, owner: str, lease_s: float) -> bool:
+        """Extend all leases of `owner`; they never get shorter. False: it has none (any more)."""
         return self._directory.renew(owner, lease_s)
 
     def release(self, owner: str) -> None:
+        """End all leases of `owner`, if any. Slots not committed are quarantined."""
         self._directory.release(owner)
 
     def read(
@@ -365,11 +368,11 @@ class Store:
     ) -> list[bool]:
         """Read block copies[i] into the page at buffer[offsets_bytes[i]]. False: a miss.
 
-        `layers` restricts the read to these consecutive layers, each at its offset in the page.
-        `checksums` are then the digests of the single layers, block by block. Without `checksums`,
-        reads of a part of the layers first read the digests stored beside the block. Those digests
-        are valid only if the block's checksum is over them. After a miss the content of the page is
-        undefined.
+        `layers` restricts the read to these consecutive layers, each at its offset in the page;
+        None: all layers of the page. `checksums`: the digests of these layers, block by block.
+        Without `checksums`, a read of a part of the block's layers first reads the digests stored
+        beside the block. Those digests are valid only if the block's checksum is over them. After a
+        miss the content of the page is undefined, and pending_offsets() may list the page.
         """
         part = self._part(layers)
         skip_bytes = part.offset_bytes - self._part(None).offset_bytes
@@ -393,14 +396,14 @@ class Store:
 
     @property
     def own_segment(self) -> NodeInfo | None:
-        """The local node if its segment is mapped here. None: it is dead, or read by NIXL."""
+        """The local node if it lives and is read as mapped memory, else None."""
         own = self._own
         is_mapped = isinstance(self._nodes.transport(own.info), MappedTransport)
         return own.info if is_mapped and own.segment.is_owner_alive() else None
 
     def verify_in_place(self, copies: Sequence[Copy], deadline_s: float) -> PlacedBlocks:
-        """Verify local blocks in place, for readers that hold a lease on them. NOTHING_PLACED if
-        the local node's memory is not mapped here or the node died."""
+        """Verify local blocks in place, for readers that hold a lease on them. None for a block
+        that is corrupt, remote or not verified in time. NOTHING_PLACED without `own_segment`."""
         started_s = time.monotonic()
         node = self._nodes.access_to(info) if (info := self.own_segment) else None
         if node is None or not isinstance(node.transport, MappedTransport):
@@ -423,7 +426,8 @@ class Store:
     def is_in_place(self, incarnation: str, block: PlacedBlock) -> bool:
         """True unless a writer has begun to refill the block's slot. True for a dead node."""
         own = self._own
-        return own.info.incarnation != incarnation or is_still(own.segment.view, block)
+        view = own.segment.view_if_open()
+        return own.info.incarnation != incarnation or view is None or is_still(view, block)
 
     def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks:
         """Where another process of this host may fill local slots that `allocate` just granted.
@@ -434,7 +438,7 @@ class Store:
         return PlacedBlocks(own.info.incarnation, safe)
 
     def digest(self, slots: Sequence[Slot]) -> list[tuple[int, ...] | None]:
-        """As `write`, for local slots that another process has filled in place."""
+        """As `write`, for local slots that another process has filled in place, with all layers."""
         own = self._own
         here, layout = own.now(), self.layout
         done = here and digests_in_place(here, slots, layout.block_bytes, layout.layers)
@@ -482,7 +486,7 @@ class Store:
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
     ) -> list[Copy | None]:
-        """The copy of each block to fetch: see known_nodes.py."""
+        """The copy of each block to read or fetch: see KnownNodes.choose. None: unreadable now."""
         return self._nodes.choose(found, first)
 
     def fetch(
@@ -494,7 +498,7 @@ class Store:
         deadline_s: float,
     ) -> Fetched:
         """Copy blocks of other nodes or SSDs into the local segment and commit them there.
-        `copies[i]` may be local already."""
+        `copies[i]` may be local already. Leases the prefix to `owner`. Errors as `allocate`."""
         terms = LeaseTerms(owner, lease_s, time.monotonic() + deadline_s)
         bytes_from = self._fetcher.fetch(lambda: self._own.now(), keys, copies, terms)
         found = self._directory.lookup(keys, owner, lease_s)
@@ -509,7 +513,7 @@ class Store:
         return self._nodes.pending_in(self._buffers[0] if buffer is None else buffer)
 
     def _report_bad_copy(self, copy: Copy) -> None:
-        """Ask the directory to drop a corrupt copy, if its block key can be determined."""
+        """Report a corrupt copy to the directory, if its block key can be determined."""
         key = self._key_of(copy)
         log.warning("bad copy %s key=%s", copy, key.hex() if key else "unknown")
         if key is not None:
@@ -525,8 +529,8 @@ class Store:
         return header.key if header and header.generation == copy.generation else None
 
     def measure_rates(self, patience_s: float = 0.0) -> dict[str, float]:
-        """Bytes per second from each node that answers; see rates.py. Takes about 0.1 s per node,
-        and up to `patience_s` if a node does not answer."""
+        """Bytes per second from each node that answers; see Probe.rates. Takes about 0.1 s per
+        node, and up to `patience_s` if a node does not answer."""
         return self._probe.rates(patience_s)
 
     def latencies_s(self) -> dict[str, float]:
@@ -556,7 +560,7 @@ class Store:
         return frozen_agents()
 
     def close(self) -> None:
-        """Unmap and disconnect. Leases are not released: they belong to requests."""
+        """Unmap and disconnect. Keeps leases and the directory's client. May be called again."""
         self._restorer.close()
         self._nodes.close()
 

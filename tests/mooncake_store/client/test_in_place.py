@@ -124,6 +124,17 @@ def test_slots_that_others_fill_get_the_digests_of_what_lies_there(world: World)
     assert all(store.verify_in_place(copies, DEADLINE_S).blocks)
 
 
+def test_block_of_an_unmapped_dead_node_counts_as_unchanged(world: World) -> None:
+    _, copies = held(world, 1)
+    store = world.stores[0]
+    incarnation, (block,) = store.verify_in_place(copies, DEADLINE_S)
+    assert block is not None
+    world.nodes["s0"].kill()
+    store._nodes.mapped.drop_dead()
+    assert store._own.segment.view_if_open() is None
+    assert store.is_in_place(incarnation, block)
+
+
 def test_slots_that_late_bytes_may_reach_are_not_filled_in_place(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
