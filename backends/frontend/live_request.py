@@ -328,14 +328,14 @@ class LiveRequest:
             )
         except ServingError as error:
             now_s = time.monotonic()
-            self.trace.decided(action.attempt, now_s, {}, error.wire_message())
+            self.trace.decided(action.attempt, now_s, {}, end_of_span(error))
             return events.NotRouted(action.attempt, error, now_s)
         if isinstance(decided, Reject):
             log.info("decision %s", decided, extra=self._in_log)
             rejection = Overloaded(decided.kind, decided.reason, decided.retry_after_s)
             now_s = time.monotonic()
             fields = reject_fields(decided, self._services.cluster.config)
-            self.trace.decided(action.attempt, now_s, fields, rejection.wire_message())
+            self.trace.decided(action.attempt, now_s, fields, end_of_span(rejection))
             return events.NotRouted(action.attempt, rejection, now_s)
         log.info("decision %s", decided.route, extra=self._in_log)
         if self._principal.known is not None:
@@ -503,7 +503,8 @@ class LiveRequest:
                 request_id = self._id_of(action.attempt)
                 text, now_s = "request %s, %s: %s", time.monotonic()
                 log.warning(text, request_id, action.loss.value, action.error, extra=self._in_log)
-                self.trace.lost(action.attempt, action.loss.value, str(action.error), now_s)
+                error = end_of_span(action.error)
+                self.trace.lost(action.attempt, action.loss.value, error, now_s)
             case events.NoteFailed():
                 services.cluster.worker_failed(*action.worker)
             case events.NoteUnreached():

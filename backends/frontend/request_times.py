@@ -194,7 +194,11 @@ def end_attributes(state: State, error: Exception | None) -> dict[str, Attribute
 
 
 def end_of_span(error: Exception | None) -> str:
-    """The span's status: "" after success, else the error that the client gets."""
-    if error is None:
-        return ""
-    return error.wire_message() if isinstance(error, ServingError) else repr(error)
+    """The span's status; "" after success. Texts that may quote a client or tenant are cut."""
+    if isinstance(error, Overloaded):
+        return f"rejected kind={error.kind}"
+    if isinstance(error, InvalidRequest | Forbidden):
+        return error.prefix.rstrip(":")
+    if isinstance(error, ServingError):
+        return error.wire_message()
+    return "" if error is None else type(error).__name__

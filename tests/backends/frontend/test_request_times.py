@@ -7,12 +7,13 @@ from collections import defaultdict
 
 import pytest
 
-from backends.errors import Cancelled, Overloaded
+from backends.errors import Cancelled, Forbidden, InvalidRequest, Overloaded, WorkerUnavailable
 from backends.frontend.request_times import (
     MESSAGES_PER_FLUSH,
     NO_LIMITS,
     LatencyLimits,
     RequestTimes,
+    end_of_span,
 )
 from backends.metrics.page import Observations
 from backends.metrics.table import METRICS
@@ -153,3 +154,21 @@ def test_a_first_token_in_no_time_has_a_finite_error() -> None:
     RequestTimes(observations, 0.0).prefilled(PREDICTED, actual_s=0.0)
     [error] = observed(observations)["ttft_prediction_error_ratio"]
     assert 0 < error < float("inf")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, ""),
+        (Overloaded("tenant_full", "tenant 'acme' has 9 requests in flight", 1.0), "tenant_full"),
+        (InvalidRequest("messages[0] is 'my secret'; send an object"), "invalid_request"),
+        (Forbidden("tenant 'acme' is no longer in the file of keys"), "forbidden"),
+        (ValueError("cannot read 'my secret'"), "ValueError"),
+        (WorkerUnavailable("p0 is gone"), "p0 is gone"),
+    ],
+)
+def test_the_status_of_a_span_has_no_tenant_and_no_client_text(
+    error: Exception | None, status: str
+) -> None:
+    found = end_of_span(error)
+    assert status in found and "acme" not in found and "secret" not in found
