@@ -258,7 +258,7 @@ class FrontendConfig:
     checkpoint: str = "demo"  # tokenizer and chat template; the same checkpoint as the workers'
     requests_max: int = 256  # requests in flight; each holds a thread of the frontend
     attempts_max: int = 3  # worker deaths and failures at which a request is given up
-    tenant_requests_share: float = 0.5  # of requests_max, for one tenant beside other tenants
+    tenant_requests_share: float = 0.5  # of requests_max, for a tenant while others have requests
     cancel_poll_s: float = 0.1  # period of checks for disconnected clients
     output_tokens_default: int = 256  # default of max_tokens
     messages_per_s_max: int = 0  # to all streaming clients; 0: by the number of cores

@@ -153,9 +153,9 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
 
 
 def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: str) -> HostPlan:
-    """The plan of an elastic host, which is not in the file and is reached at `address`: one worker
-    of an elastic pool, and the storage node of its host that a worker writes KV to. Raises KeyError
-    if there is no elastic pool of this name."""
+    """The plan of an elastic host: one worker of an elastic pool, and the storage node that the
+    worker writes KV to. The host is not in the file and is reached at `address`. Raises KeyError if
+    there is no elastic pool of this name."""
     pool = {pool.name: pool for pool in deployment.elastic_pools}[pool_name]
     assert pool.elastic is not None
     host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
