@@ -45,7 +45,7 @@ class NodeNotAttached(NodeUnknown):
 
 
 class StoreFull(StoreError):
-    """No room, and no block may be evicted: continue without storing."""
+    """No block may be evicted, or a limit of the directory is reached: continue without."""
 
 
 class QuotaExceeded(StoreFull):
@@ -73,7 +73,7 @@ class FingerprintMismatch(StoreError):
 
 
 class TransferFailed(StoreError):
-    """Bytes did not arrive: read the next copy, or recompute."""
+    """Bytes did not arrive: read the next copy, recompute, or write again."""
 
 
 class TransferTimeout(TransferFailed):

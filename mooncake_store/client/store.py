@@ -181,7 +181,7 @@ class Store:
             raise TransferFailed(f"storage node {self.node_id} has died: {error}") from None
 
     def register_buffer(self, buffer: ByteArray) -> None:
-        """Register an engine's KV pool (uint8, contiguous) until `close`, for `read` and `write`."""
+        """Register a KV pool (uint8, contiguous) for `read` and `write` until `close`."""
         assert buffer.dtype == np.uint8 and buffer.flags.c_contiguous, buffer.dtype
         self._buffers.append(buffer)
         self._nodes.register(buffer.reshape(-1))

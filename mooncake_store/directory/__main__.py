@@ -1,6 +1,6 @@
 """Process of the directory: options, signals, and the election if there are several.
 
-Without --etcd, the directory serves until SIGTERM. With --etcd, it waits to be elected, serves
+Without --etcd, the directory serves until a signal. With --etcd, it waits to be elected, serves
 while elected, and waits again after losing the lead. Each leadership has a new Directory under a
 new epoch, which the storage nodes fill with their inventories. stdout has a line `ready ...` at
 each start of serving.

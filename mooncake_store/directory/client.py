@@ -1,7 +1,7 @@
 """Client of the directory: one synchronous method per verb, thread-safe.
 
 Each call has a deadline (wire/request_reply.py). A call that timed out may or may not have taken
-effect. Leases expire, and commits and registrations can be repeated.
+effect. Leases expire, and registrations can be repeated. Directory.commit rejects a second commit.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def _verb(
 
 
 class DirectoryClient:
-    """Verbs of `Directory` (core/directory.py) over ZeroMQ; thread-safe, one request at a time.
-    Verbs without a docstring behave as documented there. Their arguments are the fields of the
-    request (wire/directory_protocol.py)."""
+    """Verbs of `Directory` (core/directory.py) over ZeroMQ or a Unix socket; thread-safe, one at a
+    time. Verbs without a docstring behave as documented there. Their arguments are the fields of
+    the request (wire/directory_protocol.py)."""
 
     # storage nodes
     register_node = _verb(protocol.RegisterNode)
@@ -111,7 +111,7 @@ class DirectoryClient:
         return replace(given, asked_s=asked_s) if given.begin_s else given
 
     def may_write(self, given: Allocation, owner: str, lease_s: float) -> bool:
-        """Whether the writer may write the bytes, now that it has marked the slot headers.
+        """Whether the writer may mark the slot headers and, once they are marked, write the bytes.
 
         False: too late, another directory may have granted the slots to another writer. In time
         (Allocation.begin_s), no other directory leads yet. Whatever happens afterwards, the next

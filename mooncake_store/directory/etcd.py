@@ -26,7 +26,7 @@ from mooncake_store.errors import AccessRefused, StoreUnavailable
 from mooncake_store.keys import folder
 from mooncake_store.keys.tls import contexts_of_process, refusal_words
 
-DIGITS_MAX = 18
+DIGITS_MAX = 18  # of a decimal number in a value
 LOOK_S_MAX = 0.5  # timeout of the check whether an endpoint requires TLS
 
 
@@ -294,7 +294,7 @@ def _handshake_error(endpoint: str) -> ssl.SSLError | None:
 
 
 def decimal(value: bytes) -> int:
-    """The number in a value; 0 when it is no number, or larger than any that we write."""
+    """The number in a value; 0 when it is no number, or has more than DIGITS_MAX digits."""
     return int(value) if value.isdigit() and len(value) <= DIGITS_MAX else 0
 
 

@@ -61,7 +61,7 @@ class EventFeed:
     ) -> None:
         """`events_address` is ignored if `address` is an election (etcd://...).
 
-        `on_heard` is called ten times a second with a time of this machine's clock (boot_clock.py).
+        `on_heard`: called ten times a second while current, with a time of boot_clock.py.
         All events received by this time have been delivered. A listener with `on_heard` loads
         earlier blocks itself, because its snapshot names no holders.
         """
@@ -90,11 +90,11 @@ class EventFeed:
             return self._epoch, self._sequence
 
     def silent_s(self) -> float:
-        """Seconds since the last message of the directory, which sends one every second."""
+        """Seconds since the directory's last message, or the feed's start; one a second is sent."""
         return time.monotonic() - self._heard_s
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait for the first snapshot. False after the timeout."""
+        """Wait until the feed is current. False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_current, timeout_s)
 

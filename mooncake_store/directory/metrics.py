@@ -19,7 +19,7 @@ _PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
     ("bytes_max", "Memory of the holder.", lambda node: node.segment_bytes),
     (
         "used_bytes",
-        "Memory used by blocks, including rounding up to units.",
+        "Memory of blocks, rounded up to units, and of reserved slots.",
         lambda node: node.used_units * node.unit_bytes,
     ),
     (
@@ -39,7 +39,7 @@ _PER_HOLDER: tuple[tuple[str, str, Callable[[HolderStats], float]], ...] = (
     ),
     (
         "is_open",
-        "1 when the holder takes blocks, 0 before its inventory is complete.",
+        "1 once the holder's inventory is complete; before that it takes no blocks.",
         lambda node: node.is_open,
     ),
     ("is_draining", "1 while the holder is drained.", lambda node: node.is_draining),
@@ -82,12 +82,12 @@ def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
         at + "epoch", "Epoch of the directory, which identifies its incarnation.", stats.epoch
     )
     yield counter(at + "events", "Events published.", stats.sequence)
-    yield gauge(at + "blocks", "Distinct block keys with a ready copy.", stats.blocks)
-    yield gauge(at + "copies", "Ready copies, over all holders.", stats.copies)
+    yield gauge(at + "blocks", "Distinct announced block keys.", stats.blocks)
+    yield gauge(at + "copies", "Announced copies, over all holders.", stats.copies)
     yield gauge(
         at + "ephemeral_copies", "Copies that are freed with their last lease.", stats.ephemeral
     )
-    yield gauge(at + "leases", "Leased copies.", stats.leases)
+    yield gauge(at + "leases", "Leases, one per copy and request.", stats.leases)
     yield gauge(at + "lease_owners", "Requests that hold leases.", stats.owners)
     yield gauge(at + "pinned_keys", "Keys with a pin, soft or hard.", stats.pins)
     yield gauge(at + "workers", "Registered prefill and decode workers.", stats.workers)
@@ -133,7 +133,7 @@ def _holder_families(nodes: tuple[HolderStats, ...]) -> Iterator[Metric]:
         yield gauges(at + name, meaning, HOLDER, rows)
     yield gauges(
         at + "blocks",
-        "Blocks by state; idle blocks are ready, without leases, and may be evicted.",
+        "Blocks by state: idle ones may be evicted, leased ones are leased or hard-pinned.",
         [*HOLDER, "state"],
         [
             ((node.node_id, node.tier, state), count)

@@ -1,7 +1,7 @@
 """Server loop of a Directory: one thread, one loop.
 
-A turn answers the waiting requests (ROUTER socket), advances the directory's clock (`tick`), and
-publishes all changes as one message of the event stream (PUB socket). A heartbeat is sent every
+A turn answers waiting requests (ROUTER and Unix sockets), advances the directory's clock (`tick`),
+and publishes all changes as one message of the event stream (PUB socket). A heartbeat is sent every
 second, and at once to each new subscriber. It carries the number of the latest event, so a feed
 that missed the last events detects the gap before the next change.
 
@@ -67,7 +67,7 @@ class TurnClock:
 
 
 class DirectoryServer:
-    """A Directory with a ROUTER socket for requests and a PUB socket for events."""
+    """A Directory with sockets for requests and events. AddressTaken, AddressUnguarded."""
 
     def __init__(
         self,

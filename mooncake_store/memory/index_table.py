@@ -166,7 +166,7 @@ class IndexTable:
         return (self._mask + 1) * WAYS
 
     def begin(self, epoch: int, sequence: int) -> None:
-        """Start again with an empty table: events were missed, or another directory leads."""
+        """Start again with an empty table, which no reader uses until `stamp`."""
         self._words[_AT_STAMP_NS] = 0
         zeros = bytes(BYTES_MIN)
         for start in range(_BUCKETS_AT, len(self._memory), len(zeros)):
@@ -183,7 +183,7 @@ class IndexTable:
         self._words[_AT_STAMP_NS] = int(boot_s * 1e9)
 
     def put(self, key: bytes, copy: Copy, is_local: bool) -> bool:
-        """Add or replace an entry. False: no room among entries of higher precedence."""
+        """Add or replace an entry. False: no room for it, or for the name of its node."""
         node = self._number(copy.node_id, is_local)
         if node is None:
             return False

@@ -7,7 +7,7 @@ are kept registered and reused.
 
 After a timeout of a call, the transfer may still be in flight. So its memory stays registered and
 alive until the process ends, and a small buffer is never reused. NIXL may still read or write that
-memory, and it must not then hold headers of another call.
+memory, which must not then hold headers of another call. WriteGivenUp needs none of this.
 
 Not here: making flat views (buffers.py).
 """

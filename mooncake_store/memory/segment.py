@@ -206,8 +206,8 @@ class Segment:
 
     @classmethod
     def open(cls, path: str, size_bytes: int | None = None) -> Segment:
-        """Map a segment that a living process owns. `size_bytes`: the size that its owner
-        announced."""
+        """Map a segment that a living process owns. `size_bytes`: announced by its owner, or None.
+        SegmentRefused: no such file, no owner, or another size."""
         parts: list[SegmentPart] = []
         try:
             for one in path.split(SEPARATOR):
@@ -251,7 +251,7 @@ class Segment:
         return {0: small, 100: huge}.get(percent, f"{percent} % of {huge}, else {small}")
 
     def is_owner_alive(self) -> bool:
-        """True if a living process owns the mapped file. About 1 us."""
+        """True if a living process owns the mapped file. False after `close`. About 1 us."""
         with self._lock:
             if self.is_owner or not self._descriptors:
                 return bool(self._descriptors)

@@ -1,7 +1,7 @@
 """The slots of a segment: a 64-byte header for each use of a slot, and its payload.
 
-A header names the block in the slot and shows whether the block is complete. The worker that fills
-the slot writes it. A node that rebuilds the directory's index from its segment reads it. The header
+A header names the block in the slot and shows whether the block is complete. The writer of the slot
+writes it. A node that rebuilds the directory's index from its segment reads it. The header
 ends with a checksum of itself, so a torn or unrelated header reads as "no header".
 
 Each unit has a header; a block's header is that of its first unit. The writer of a slot clears the
@@ -69,7 +69,7 @@ class SlotHeader(NamedTuple):
     checksum: int  # of the payload (digests.py); the lease in ms for STATE_WRITING
     length_bytes: int  # of the payload
     is_ephemeral: bool = False  # freed with its last lease
-    layers: int = 0  # of a complete block, with digests beside the header; 0: none
+    layers: int = 0  # layers whose digests `checksum` covers; 0: it covers the bytes
 
     @classmethod
     def writing(

@@ -10,8 +10,8 @@ cost is the same for 8 holders and for 1,000. Scoring reads the answer as an arr
 (`blocks_by_number`), explanations read it by name (`match`).
 
 The index is a replica of the directory's index, fed by events (event_feed.py), so it may be behind.
-It is also bounded: beyond `blocks_max` the oldest block is forgotten. Both make the index
-undercount, which costs a recomputation at worst. Overcounting would route requests to missing KV.
+It is also bounded: beyond `blocks_max` the oldest block is forgotten. Late additions and forgotten
+blocks make it undercount, which costs a recomputation at worst. Late removals make it overcount.
 
 Every operation is short, whatever the size of the index. A dropped holder leaves a bit that lookups
 mask out, and a removed key leaves an empty bitmap. Each change sweeps a few keys of both. The

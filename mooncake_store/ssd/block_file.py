@@ -265,7 +265,7 @@ class Lanes:
 
     @contextlib.contextmanager
     def lane(self, until_s: float) -> Iterator[DiskLane]:
-        """A lane for this thread. A lane with a failed batch is not reused."""
+        """A lane for this thread, not reused after an exception. TransferFailed: all are busy."""
         unfinished.drop_ended()
         if not self._permits.acquire(timeout=max(0.0, until_s - time.monotonic())):
             raise TransferFailed(f"all {LANES_MAX} lanes to the SSD were busy until the deadline")
@@ -281,7 +281,7 @@ class Lanes:
             self._permits.release()
 
     def close(self) -> None:
-        """Wait for calls in progress, but not for a disk that hangs."""
+        """Close the free lanes, and cancel calls that have not begun. Waits for no disk."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in self._free:
             lane.close()

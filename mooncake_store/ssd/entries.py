@@ -143,7 +143,7 @@ class EntryTable:
         return len(self._entries)
 
     def find(self, slot: int) -> SsdEntry | None:
-        """The block that starts in this slot."""
+        """The block that starts in this slot, or None."""
         return self._entries.get(slot)
 
     def entries(self) -> list[SsdEntry]:
@@ -180,7 +180,7 @@ class EntryTable:
         return True
 
     def drop(self, slot: int, generation: int) -> bool:
-        """Remove this use of the slot; another use of it stays."""
+        """Remove this use of the slot. False: no block, or another use of the slot, which stays."""
         entry = self._entries.get(slot)
         if entry is None or entry.generation != generation:
             return False

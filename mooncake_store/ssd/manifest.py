@@ -110,8 +110,8 @@ class Manifest:
             self._compact_if_dead()
 
     def make_room(self, slots: Iterable[tuple[int, int, int]]) -> list[bool]:
-        """Drop the blocks that a write to these (slot, generation, bytes) will overwrite. False: a
-        newer block is there, so the slot must not be written. OSError: no slot may be written."""
+        """Drop the blocks that a write to these (slot, generation, bytes) will overwrite. False: do
+        not write: a newer block is there, or no room. OSError: no slot may be written."""
         with self._lock:
             answers, dead = [], {}
             for slot, generation, size_bytes in slots:

@@ -113,7 +113,7 @@ class SsdTier:
         return f"{how}, {self._lanes.kind}" + ("" if self.is_writable else ", closed for writing")
 
     def write(self, jobs: Sequence[BlockJob]) -> list[bool]:
-        """Which blocks have been written to the file. Only keep() makes them loadable."""
+        """Which blocks are written to the file now. Only keep() makes them loadable."""
         written = [False] * len(jobs)
         if not self.is_writable:
             return written
@@ -162,8 +162,8 @@ class SsdTier:
         on_digests: Callable[[BlockJob, bytes], None] = lambda job, digests: None,
     ) -> list[LoadOutcome]:
         """Load blocks into the segment. TransferTimeout: the disk hangs, and bytes may still
-        arrive. `on_digests` receives the packed layer digests of each verified block; b"" for one
-        without layers."""
+        arrive. TransferFailed: all lanes were busy until `until_s`. `on_digests` receives the
+        packed layer digests of each verified block; b"" for one without layers."""
         known = [self.manifest.table.find(job.entry.slot) == job.entry for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         indices = [index for index, is_known in enumerate(known) if is_known]
