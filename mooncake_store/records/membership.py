@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNIT_BYTES = 4096  # default: a memory page
+UNIT_BYTES = 4096  # default and least unit of allocation: a memory page
 SSD_SUFFIX = "/ssd"  # the SSD holder of node "s0" is "s0/ssd"
 
 
@@ -33,9 +33,9 @@ class NodeInfo:
     node_id: str
     incarnation: str
     host_id: str  # nodes with the same host_id can map each other's segments
-    segment_path: str
+    segment_path: str  # of tier "ssd": its block file
     segment_bytes: int
-    agent_name: str  # name of its NIXL agent; empty when the node serves mapped memory only
+    agent_name: str  # name of its NIXL agent; empty when the node runs without NIXL
     agent_metadata: bytes
     base_address: int  # of the segment in the node's process, for NIXL
     unit_bytes: int = UNIT_BYTES  # unit of allocation in bytes, see slots.py

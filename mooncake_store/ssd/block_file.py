@@ -281,7 +281,7 @@ class Lanes:
             self._permits.release()
 
     def close(self) -> None:
-        """Close the free lanes, and cancel calls that have not begun. Waits for no disk."""
+        """Close free lanes, and cancel calls that have not begun. Does not wait for the disk."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in self._free:
             lane.close()

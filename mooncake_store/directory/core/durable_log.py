@@ -5,11 +5,11 @@ record must fit into one etcd transaction, which takes 1.5 MB and 128 operations
 MB. Records have numbers. If two records name a key, the later one counts. A quota is one entry per
 tenant, which is overwritten.
 
-The log grows with every change, including the end of a pin. It is rewritten when less than half of
-it still counts, or when it has too many records. A rewrite appends records of all current pins, and
-its last record deletes everything older. Old and new records agree, so the rewrite may be
-interrupted at any point. A million hard pins take 31 records and 16 MB. The log never exceeds twice
-that plus SLACK_ENTRIES.
+The log grows with every change, including the end of a pin. It is rewritten when it has too many
+records, or more than SLACK_ENTRIES keys beyond twice the pinned ones. A rewrite appends records of
+all current pins, and its last record deletes everything older. Old and new records agree, so the
+rewrite may be interrupted at any point. A million hard pins take 31 records and 16 MB, and about
+three times that at the end of a rewrite.
 
 Times are milliseconds of the wall clock, because the next directory may run on another host. A soft
 pin ends earlier or later by the difference of the two clocks.
@@ -59,9 +59,9 @@ class LogChange:
 
     number: int  # of this change; also of its pin record
     pins: PinRecord | None = None
-    tenant: str = ""
+    tenant: str = ""  # whose quota changes; "": none
     quota_bytes: int = 0  # of the tenant; 0 removes the quota
-    drops_older: int = 0  # deletes the records with lower numbers
+    drops_older: int = 0  # deletes the pin records with lower numbers; 0: none
 
 
 class DurableLog:
