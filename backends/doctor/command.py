@@ -77,7 +77,7 @@ def doctor(
         if file.value("engine", WorkerConfig().engine) == "torch"
     }
     threads = sum(
-        int(file.value("threads", 1)) for file in files if file.value("threads", 1).isdigit()
+        int(file.value("threads", 1)) for file in files if file.value("threads", 1).isdecimal()
     )
     needed_bytes = (
         len(named) * parse_bytes(store_bytes, "--store-bytes", UNIT_BYTES) + TRITON_SHM_BYTES

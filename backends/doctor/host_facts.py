@@ -146,7 +146,7 @@ def torch_build() -> tuple[str, str]:
 
 def gpus() -> int:
     """Devices of NVIDIA's driver in this container or on this host."""
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
 
 
 def shm_huge(mounts: Path = Path("/proc/mounts")) -> str:

@@ -118,7 +118,7 @@ def versionless(repository: Path, models: Iterable[str]) -> list[str]:
         model
         for model in sorted(models)
         if not any(
-            path.is_dir() and path.name.isdigit() and path.name != "0"
+            path.is_dir() and path.name.isdecimal() and path.name != "0"
             for path in (repository / model).iterdir()
         )
     ]

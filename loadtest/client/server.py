@@ -40,7 +40,7 @@ class Addresses:
 def addresses_of(grpc: str) -> Addresses:
     """By the gRPC port: HTTP is the port before, metrics the one after, as Triton has them."""
     host, _, port = grpc.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise ValueError(f"{grpc!r} is not a gRPC address; write for example 127.0.0.1:8001")
     return Addresses(grpc, f"{host}:{int(port) - 1}", f"{host}:{int(port) + 1}")
 

@@ -138,7 +138,7 @@ def address(text: str) -> Addresses:
     """The server by its gRPC address, or by its HTTP address with http:// before it."""
     scheme, _, rest = text.rstrip("/").rpartition("://")
     host, _, port = rest.rpartition(":")
-    if scheme not in ("", "grpc", "http") or not host or not port.isdigit():
+    if scheme not in ("", "grpc", "http") or not host or not port.isdecimal():
         raise ValueError(
             f"{text!r} is not an address; write 127.0.0.1:8001 (gRPC) or http://127.0.0.1:8000"
         )
@@ -154,7 +154,7 @@ def mix(text: str) -> dict[str, int]:
             raise ValueError(f"{name!r} is not a workload; choose from {', '.join(WORKLOADS)}")
         if name in found:
             raise ValueError(f"{name} is given twice")
-        if weight and not (weight.isdigit() and int(weight) > 0):
+        if weight and not (weight.isdecimal() and int(weight) > 0):
             raise ValueError(
                 f"{weight!r} is not a weight of {name}; write a whole number of at least 1"
             )

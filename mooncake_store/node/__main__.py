@@ -148,7 +148,7 @@ def _options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
         parser.error("--ssd-path and --ssd-bytes must be given together")
     if ssd_bytes % unit_bytes:
         parser.error(f"--ssd-bytes {ssd_bytes}: must be a multiple of --unit-bytes {unit_bytes}")
-    if arguments.data and not arguments.data.rpartition(":")[2].isdigit():
+    if arguments.data and not arguments.data.rpartition(":")[2].isdecimal():
         parser.error(f"--data {arguments.data}: use HOST:PORT")
     path = arguments.segment_path or f"/dev/shm/mooncake-node-{os.getuid()}-{arguments.node_id}"
     numa = _numa(parser, arguments.segment_numa, path.count(":") + 1)

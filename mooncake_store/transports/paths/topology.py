@@ -171,7 +171,7 @@ def parse(tree: Mapping[str, str]) -> Topology:
 
 
 def _is_node(name: str) -> bool:
-    return name.startswith("node") and name[4:].isdigit()
+    return name.startswith("node") and name[4:].isdecimal()
 
 
 class _Reader:
@@ -282,5 +282,5 @@ def expand(cpulist: str) -> tuple[int, ...]:
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
     """mlx5_2 before mlx5_10."""
     return tuple(
-        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
     )

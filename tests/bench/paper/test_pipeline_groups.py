@@ -10,7 +10,7 @@ from bench.paper.experiments import pipeline_groups
 from bench.paper.experiments.pipeline_groups import PipelinePlan, PipelineRun
 from bench.paper.figures.served import POLICY
 from loadtest.simulator.cluster.fleet import Fault
-from loadtest.simulator.cluster.gpu import Roofline, Table, prompt_s
+from loadtest.simulator.cluster.gpu import MeasuredWorker, Roofline, prompt_s
 from loadtest.simulator.cluster.job import SimulatedJob
 from loadtest.simulator.cluster.outcome import outcome_of
 from loadtest.simulator.cluster.pipeline import PipelineHead, hop_s
@@ -20,7 +20,7 @@ from tests.loadtest.simulator.fleets import OPEN, everything, fleet, prompt, sta
 CHUNK = 2_048
 GROUP = ClusterSettings(prefills=2, decodes=1, pipeline_groups=1, jitter=0.0)
 # A second for 2,048 tokens of all layers; hidden states of 1 MB a token go at 100 GB/s.
-TABLE = Table(
+TABLE = MeasuredWorker(
     (0.0, 1 / CHUNK, 0.0),
     (0.01, 0.001, 0.0),
     token_bytes=327_680,
@@ -65,7 +65,7 @@ def test_a_stage_that_is_twice_as_slow_sets_the_pace() -> None:
 
 
 def test_short_prompts_share_a_step_of_the_group_as_they_do_on_a_worker_alone() -> None:
-    costly = Table((0.5, 1 / CHUNK, 0.0), (0.01, 0.001, 0.0), 327_680, 10**12, 10**6)
+    costly = MeasuredWorker((0.5, 1 / CHUNK, 0.0), (0.01, 0.001, 0.0), 327_680, 10**12, 10**6)
     tried = fleet(GROUP, gpu=costly)
     jobs = tried.run(
         [prompt(number, 0.0, blocks(2, 100 * number), output_tokens=1) for number in range(5)]

@@ -57,7 +57,7 @@ def test_every_mistake_is_named_at_once() -> None:
 def test_a_server_is_named_by_either_of_its_ports() -> None:
     assert address("127.0.0.1:9001") == address("http://127.0.0.1:9000")
     assert address("grpc://127.0.0.1:9001").http == "127.0.0.1:9000"
-    for wrong in ("localhost", "127.0.0.1:", "https://127.0.0.1:8000", "8001"):
+    for wrong in ("localhost", "127.0.0.1:", "https://127.0.0.1:8000", "8001", "h:\u00b2"):
         with pytest.raises(ValueError, match="is not an address"):
             address(wrong)
 

@@ -199,3 +199,8 @@ def test_nixl_gets_the_devices_of_the_topology_unless_somebody_chose(
     monkeypatch.setenv("UCX_NET_DEVICES", "mine")
     nixl_agent.prepare_environment()
     assert os.environ["UCX_NET_DEVICES"] == "mine"
+
+
+def test_a_name_with_a_superscript_digit_is_sorted_as_text() -> None:
+    tree = {f"class/net/eth{end}/operstate": "up" for end in ("10", "2", "\u00b2")}
+    assert parse(tree).nics == (), "no card has a place on the bus"
