@@ -59,7 +59,7 @@ class LogChange:
 
     number: int  # of this change; also of its pin record
     pins: PinRecord | None = None
-    tenant: str = ""  # whose quota changes; "": none
+    tenant: str = ""  # the tenant whose quota changes; "": no quota changes
     quota_bytes: int = 0  # of the tenant; 0 removes the quota
     drops_older: int = 0  # deletes the pin records with lower numbers; 0: none
 
