@@ -18,7 +18,7 @@ from mooncake_store.directory.core import inventory, reservations
 from mooncake_store.directory.core.block_index import BlockIndex
 from mooncake_store.directory.core.copies import CopyTable
 from mooncake_store.directory.core.directory import Directory
-from mooncake_store.directory.core.holder import Holder
+from mooncake_store.directory.core.holder import Holder, SizeClass
 from mooncake_store.directory.core.inventory import InventoryBlock
 from mooncake_store.directory.core.slots import SlotPool
 from mooncake_store.records.blocks import REFUSED, THERE
@@ -28,11 +28,11 @@ from mooncake_store.records.events import BlockRemoved, Event, EventLog
 def a_leased_block_is_evicted(patch: pytest.MonkeyPatch) -> None:
     make_room = CopyTable._make_room
 
-    def planted(table: CopyTable, holder: Holder, units: int) -> bool:
-        if make_room(table, holder, units):
+    def planted(table: CopyTable, size_class: SizeClass) -> bool:
+        if make_room(table, size_class):
             return True
-        for copy in table.of(holder):
-            if copy.leases and copy.size_class.units == units:
+        for copy in table.of(size_class.holder):
+            if copy.leases and copy.size_class is size_class:
                 table.remove(copy)
                 return True
         return False

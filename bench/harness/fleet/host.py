@@ -142,12 +142,19 @@ class HostProcesses:
 
     def _await_gone(self, pids: Sequence[int]) -> None:
         give_up_s = time.monotonic() + END_S_MAX
-        while set(pids) & set(self.namespaces.pids(self.host)) and time.monotonic() < give_up_s:
+        # A dying process leaves its namespace before it has ended.
+        while any(map(_is_running, pids)) and time.monotonic() < give_up_s:
             self._reap()
             time.sleep(0.01)
 
     def _reap(self) -> None:
         """Reap children of this process; a launcher reaps its own."""
+
+
+def _is_running(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 class FleetHost(HostProcesses):
