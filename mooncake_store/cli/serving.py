@@ -1,7 +1,8 @@
 """A whole store on one host: a directory and storage nodes as child processes, until Ctrl-C.
 
-A child that exits is restarted, a few times a minute. After that, all processes stop, and the end
-of the child's log is printed. `mooncake serve` has its own launcher, which includes Triton.
+A child that exits is restarted at once, a few times a minute. At its next exit `supervise` raises
+ChildDied, and the command stops all processes and prints the end of the child's log. `mooncake
+serve` has its own launcher, which includes Triton.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Slots that this client has reserved in advance: a put is then its bytes and one message.
 
-A reserve holds slots of one size on one node. All have one owner, which is not a request; its lease
-is renewed while puts arrive. A slot passes three states:
+A reserve holds slots of one size on one node. This client makes one owner name for all of them; its
+lease is renewed while puts arrive. A slot passes three states:
 
     raw       granted; its header does not show that yet
     marked    its header says "writing": readers do not take it for the earlier block, and a
@@ -9,12 +9,12 @@ is renewed while puts arrive. A slot passes three states:
     ready     marked, and the directory that granted it has answered after the mark. So no other
               directory started before the mark, and the slot may be written without a request.
 
-A put first marks the raw slots, and its commit confirms the marks. The reply grants as many raw
-slots as the put used, so slots for two puts are enough for any number of puts. A thread fills the
+A put first marks the raw slots, and its commit confirms the marks. The reply refills
+the reserve to twice the largest put so far, as far as the directory allows. A thread fills the
 reserve at first, marks raw slots that no put marks in time, and releases slots that are no longer
 used. Concurrent commits of several threads are sent as one message.
 
-The commit of a block that the node has already is detected too late to save the write. So for
+The commit of a block that the node has already is detected only after the block was written. So for
 ASK_FIRST_S after such a commit, `take` returns None and every put calls `allocate` first.
 
 Not here: bytes (putter.py), how much may be reserved (directory/core/reservations.py).
@@ -44,8 +44,8 @@ SIZE_BYTES_MAX = 64 * 2**20  # of a block
 IDLE_S = 3.0  # a reserve is released after so long without a put
 STEP_S = 0.25  # the longest time that a raw slot waits for the thread
 # A raw slot older than this is released, not marked. A directory that started since may have
-# granted the slot to another owner. Before RAW_S_MAX it cannot have: it grants slots only after the
-# node has detected it and reported its blocks, and that takes longer.
+# granted the slot to another owner. Within RAW_S_MAX no new directory has granted a slot: it grants
+# a node's slots only after the node has reported its blocks, and that takes longer.
 RAW_S_MAX = 0.5
 ASK_FIRST_S = 5.0  # puts call `allocate` for so long after a put of a block that was stored already
 SIZES_SEEN_MAX = 64  # remembered (node, block size) pairs
@@ -78,7 +78,7 @@ class Reserve:
     ready: list[Use] = field(default_factory=list)
     late: list[Use] = field(default_factory=list)  # raw for too long: to be released
     most: int = BLOCKS_MAX  # slots that the directory allows this reserve; from its last reply
-    puts: int = 0  # in progress, in slots taken from this reserve
+    puts: int = 0  # puts in progress that took slots from this reserve
     is_dropped: bool = False  # no put takes slots from it any more
     waiting: list[_Commit] = field(default_factory=list)  # commits for the next message
     turn: threading.Lock = field(default_factory=lambda: threading.Lock())
@@ -190,7 +190,7 @@ class ReservedSlots:
         self._ended(taken.reserve)
 
     def _ended(self, reserve: Reserve) -> None:
-        """A put has ended. The last put of a dropped reserve releases its slots."""
+        """A put has ended. After the last put of a dropped reserve, its slots are quarantined."""
         with self._lock:
             reserve.puts -= 1
         self._release_dropped(reserve)

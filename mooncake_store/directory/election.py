@@ -6,16 +6,16 @@
                     with them generations, therefore grow whatever the clocks of the hosts show
 
 A leader's own deadline is shorter than its lease in etcd. It is the requested TTL, less a margin,
-counted from the *sending* of the last successful renewal, even if etcd extends the lease to its
-minimum. If etcd hangs, the network is cut, or this process was stopped, `may_serve` is false before
-another directory can be elected, without any message.
+counted from the *sending* of the last successful renewal, even where etcd grants a longer TTL. If
+etcd hangs, the network is cut, or this process was stopped, `may_serve` is false before another
+directory can be elected. It needs no message for this, only its own clock.
 
 Time is CLOCK_BOOTTIME, which continues while a machine sleeps. A machine whose clocks stopped (a
 paused VM) detects the loss at its next renewal. Until then, only epochs distinguish its answers
 from those of the next leader.
 
 While etcd does not answer, no directory is elected, and a leader that cannot renew steps down. A
-client then receives at most one answer that was in progress at that moment.
+client then receives at most one answer, which the leader had begun before that.
 
 Addresses `etcd://HOST:PORT,HOST:PORT/PREFIX` mean the current leader there (`leader_at`).
 """
@@ -88,7 +88,8 @@ class Leadership:
 
     @property
     def margin_s(self) -> float:
-        """The least time between the end of `may_serve` and another leader."""
+        """The least time between the deadline of `may_serve` and the lease's end in etcd. `close`
+        ends the lease at once: wait this long before it if slots were granted."""
         return MARGIN * self._ttl_s
 
     def close(self) -> None:
@@ -274,7 +275,7 @@ class ElectedAddress:
         try:
             return self.leader() != self._leader
         except EtcdFailed:
-            return False  # without etcd no other directory can be elected
+            return False  # unknown: this client does not reach etcd
         except StoreUnavailable:
             return True
 

@@ -8,9 +8,9 @@
 `zeromq.json`, `host.key` and `secret` are private. A folder in which other users may read them is
 rejected. `MOONCAKE_KEYS` names the folder; the environment never contains keys.
 
-The files are read again when they change, so that keys can be renewed in a running process. A
-folder that is being copied is inconsistent for a moment. Unreadable files are then ignored, and the
-process continues with its current keys.
+CURVE keys and TLS files are read again when they change, so that keys can be renewed in a running
+process. A folder that is being copied is inconsistent for a moment. Unreadable files are then
+ignored, and the process continues with its current keys. `secret` is read at each access.
 
 Not here: making keys (authority.py), CURVE on sockets (curve.py), TLS contexts (tls.py).
 """
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class KeysInvalid(StoreError):
-    """The folder of keys cannot be used: the message names the file and the remedy."""
+    """The folder of keys cannot be used: the message names the file."""
 
 
 class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

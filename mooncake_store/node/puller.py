@@ -1,8 +1,8 @@
 """Copies blocks of other nodes into this node on request (control verb `fetch`).
 
-The puller is the reading side of the store inside a storage node. Replicas, moves and drains are
-pulled one-sided by the receiving node, so the source node takes no part. The transports are opened
-at the first pull, so a node without pulls has no second NIXL agent.
+The puller runs the client's read path (BlockReader, Fetcher) in a storage node. Replicas, moves and
+drains are pulled one-sided by the receiving node, so the source node takes no part. The transports
+are opened at the first pull, so a node without pulls has no second NIXL agent.
 
 Not here: the transfer of a batch (fetcher.py), the decision to copy (replicas.py).
 """

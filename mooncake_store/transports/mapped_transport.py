@@ -1,8 +1,8 @@
 """Transport over shared memory: the node's segment is mapped, and bytes are copied by memcpy.
 
-For nodes of this host only (same /dev/shm). The node takes no part in it, so a frozen node is
-served. A dead node is rejected: before and after each batch the transport checks the owner's lock
-on the segment file (segment.py).
+For nodes of this host only (same /dev/shm). The node takes no part in a copy, so blocks of a frozen
+node can be read and written. A dead node is rejected: before and after each batch the transport
+checks the owner's lock on the segment file (segment.py).
 
 The memory of a dead node stays allocated until the last process has unmapped it, and the node's
 next incarnation may need it. So a thread checks the locks continuously and unmaps segments of dead
@@ -66,7 +66,7 @@ class MappedTransport(Transport):
         while not self._stop.wait(LOOK_S):
             try:
                 self.drop_dead()
-            except Exception:  # Catch all: the other segments must be checked in the next round
+            except Exception:  # Catch all: the next round must look at the other segments
                 log.exception("unmapping failed")
 
     def drop_dead(self) -> list[str]:

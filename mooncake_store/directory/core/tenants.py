@@ -4,7 +4,8 @@ Only tenants with a quota are counted; other tenants cost nothing. A tenant over
 its own coldest blocks, never those of another tenant. A block that two tenants compute is one block
 and counts for the tenant that wrote it (with a cache salt per tenant, no block is shared). A
 further copy of the block, fetched by a node or restored from an SSD, counts for the same tenant
-unless its writer names another one. Spilling evicts nothing: an SSD copy needs room in the quota.
+unless its writer names another one. A spill evicts nothing for the quota: without room
+in the quota, the block is not spilled.
 """
 
 from __future__ import annotations

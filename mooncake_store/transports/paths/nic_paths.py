@@ -1,8 +1,9 @@
 """Chooses the pair of network cards for each part of a transfer, and cools down failing pairs.
 
 A *path* is a pair of cards: one of this host, one of a storage node's. The spans of a call are cut
-into *parts* of about equal size. A path takes the next part as soon as it has room. So a path that
-is twice as fast carries twice as much, and when a path is cut only its last parts move again.
+into *parts* of about equal size. A path takes the next part as soon as it has room. So in a large
+call a path that is twice as fast carries twice as much. When a path fails, only its parts in flight
+move again.
 
 A part is *overdue* when it has waited ALLOWANCE_S longer than four such parts recently took on its
 path. An overdue part is abandoned only if both conditions hold:
@@ -67,7 +68,8 @@ def cut(lengths_bytes: Sequence[int], part_bytes: int) -> list[list[Piece]]:
 
 
 def part_bytes_for(total_bytes: int, paths: int) -> int:
-    """Size of the parts of a call: several for each path, so that a faster path takes more."""
+    """Size of the parts of a call: PARTS_PER_PATH_MAX for each path, within the two limits. A large
+    call has more parts, so that a faster path takes more of them."""
     share_bytes = -(-total_bytes // (max(1, paths) * PARTS_PER_PATH_MAX))
     return max(PART_BYTES_MIN, min(PART_BYTES_MAX, share_bytes))
 
@@ -86,7 +88,7 @@ class NicCounters:
 
 @dataclass(slots=True)
 class NicPath:
-    """One pair of cards, as seen by this process. Its owner has a lock."""
+    """One pair of cards, as seen by this process. MultiNicTransport calls it under its `lock`."""
 
     peer: str  # node and card of the other end
     counters: NicCounters  # of the local card, which has other paths too
@@ -98,7 +100,7 @@ class NicPath:
     timed_out_s: float = float("-inf")  # when a call last left a part in flight at its deadline
     is_cooling_down: bool = False
     probe_s: float = 0.0  # when the next probe is due, during cool-down
-    pause_s: float = COOL_DOWN_S  # pause after the next probe
+    pause_s: float = COOL_DOWN_S  # before the next probe; doubles after a failed one
     is_forgotten: bool = False  # its node is gone; a call that began earlier may still use it
 
     def began(self, part_bytes: int) -> None:
@@ -156,8 +158,9 @@ class NicPath:
             self.counters.resting -= not self.is_forgotten
 
     def allowance_s(self, part_bytes: int, left_s: float) -> float:
-        """Time that a part posted now may wait; `left_s` until the call's deadline. At most half of
-        `left_s`, so that the other half is there to move the part again."""
+        """Time that a part posted now may wait; `left_s` until the call's deadline. At least
+        ALLOWANCE_S_MIN; else at most half of `left_s`, so that the other half is there to move the
+        part again."""
         rate = self.bytes_per_s or UNKNOWN_BYTES_PER_S
         wished_s = ALLOWANCE_S + SLOWER_MAX * part_bytes / rate
         return max(ALLOWANCE_S_MIN, min(wished_s, left_s / 2))
