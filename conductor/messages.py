@@ -88,8 +88,9 @@ class Reject:
 class Route:
     """The destination of a request, and the predictions for it.
 
-    `order_key_s` is its order key in the prefill queue (queue_order.py), on the clock of `now_s`.
-    The worker has another clock, so it gets the seconds from now to the order key.
+    `order_key_s` is its order key in the prefill queue (queue_order.py), on the clock of
+    `on_request`'s `now_s`. The worker has another clock, so it gets the seconds from now to the
+    order key.
     """
 
     request_id: str
@@ -183,7 +184,7 @@ class HotPrefix:
     key: bytes  # block key of its last block
     blocks: int
     hits_per_s: float
-    blocks_on: Mapping[str, int]  # node -> leading blocks of it
+    blocks_on: Mapping[str, int]  # node -> number of leading blocks of the prefix there
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,12 +26,12 @@ from dataclasses import dataclass, field
 from heapq import nlargest
 
 TENANTS_NOTED = 16
-NOTES_WAITING_MAX = 4_096  # one more, and all waiting notes are dropped: they are seconds old
+NOTES_WAITING_MAX = 4_096  # adding one more drops all waiting notes, the new one too
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedNote:
-    number: int  # of the request: unique per frontend, increasing, and the same in later notes
+    number: int  # of the routing: unique per frontend, increasing, and the same in later notes
     at_s: float  # time of the event on the clock of the frontend, as in the other notes
     prefill: tuple[str, str]  # (worker_id, incarnation)
     decode: tuple[str, str]

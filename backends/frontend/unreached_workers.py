@@ -44,7 +44,7 @@ class UnreachedWorkers:
             self._errors[worker] = error
             self._cluster.worker_reached(*worker, is_reached=False)
         if is_new:
-            log.warning("%s gets no requests while it is unreachable: %s", worker[0], error)
+            log.warning("this frontend excludes %s from routing: %s", worker[0], error)
 
     def causes(self) -> dict[str, tuple[str, str]]:
         """Worker name -> ("refused" or "cut_off", error text)."""

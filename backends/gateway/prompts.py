@@ -22,7 +22,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 # clients send back (LiteLLM: `provider_specific_fields`; others: the reasoning).
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
 TOKEN_ID_MAX = 2**31 - 1
-PROMPT_IDS_MAX = 2**20  # above the context length of current models
+PROMPT_IDS_MAX = 2**20  # more than any prompt here needs
 
 
 def read_prompt(value: object) -> str | list[int]:

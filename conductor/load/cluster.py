@@ -12,8 +12,8 @@ A worker takes requests if all of these conditions hold. `why_not` names the fir
 - It sent a report within report_s_max.
 - It is not draining.
 - This frontend has a network path to it, as far as the shell knows.
-- No call to it failed, or a report over report_lag_s later has cleared the mark. The mark also
-  expires after failed_mark_s, so it excludes no worker for good.
+- No call to it failed recently. A failed call marks the worker. A report that arrives more than
+  report_lag_s after the call clears the mark, and so does the time failed_mark_s.
 
 Stage 0 represents a pipeline group: all its stages must be registered and meet all conditions. The
 other stages receive no requests of their own.
@@ -52,7 +52,7 @@ class InFlightRequest:
     """A routed request until it finishes."""
 
     route: Route
-    prefill: WorkerState  # kept after the worker left, with its reservations
+    prefill: WorkerState  # stays here, with its reservations, after the worker left `Cluster`
     decode: WorkerState
     request: Request
     routed_at_s: float
@@ -178,7 +178,8 @@ class Cluster:
 
     def overloaded(self, now_s: float) -> list[WorkerState]:
         """Decode workers that refused a request on arrival, and count as full. The mark ends with a
-        report over report_lag_s later or after overload_mark_s. An empty batch has none."""
+        report over report_lag_s later or after overload_mark_s. Workers with an empty batch are
+        left out."""
         if not self._refused_at_s:
             return []
         expired_s = now_s - self.config.overload_mark_s
@@ -388,7 +389,7 @@ class Cluster:
         """Learn the speed of the prefill worker. `seconds` <= 0: no measurement."""
         if seconds <= 0:
             return
-        # The speed ratio is about computing, so a colder cache than predicted must not count.
+        # With the measured cached tokens, a colder cache than predicted is no slower worker.
         new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
         began_s = routed.routed_at_s + routed.route.predicted.transfer_s
         pipeline = routed.prefill.pipeline
@@ -415,7 +416,7 @@ class Cluster:
     def overdue(self, now_s: float) -> list[str]:
         """Requests not finished for request_s_max, oldest first."""
         found = []
-        for request_id, routed in self.in_flight.items():  # in order of routing
+        for request_id, routed in self.in_flight.items():  # in the order of their reservation here
             if now_s - routed.routed_at_s < self.config.request_s_max:
                 break
             found.append(request_id)

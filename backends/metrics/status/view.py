@@ -62,7 +62,7 @@ class Change:
 
     @property
     def seconds(self) -> float:
-        """Between the readings; 0 without an earlier one, and then there are no rates."""
+        """Between the readings; 0 without an earlier one; every rate is 0 then."""
         return self.now.read_at_s - self.before.read_at_s if self.before else 0.0
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
@@ -159,7 +159,7 @@ class Node(msgspec.Struct, frozen=True):
 class View(msgspec.Struct, frozen=True):
     up_s: float  # age of the oldest process; 0: unknown
     live: int
-    workers_live: dict[str, int]  # by role; workers that the conductor may choose
+    workers_live: dict[str, int]  # by role; registered workers, also draining ones
     workers_wanted: dict[str, float]  # by role; empty where role_flips is off
     flips_proposed: dict[str, int]  # by the proposed role; since the server began
     recent: PeriodView
