@@ -7,9 +7,10 @@ calls `build_connector_meta` in every step, after describing the step (the part 
 that we replace: backends/engine/trtllm/connector.py). Each call gets a fresh list of tokens, as in
 the real engine. The rows compare them with reading the list once and with hashing the block keys.
 
-Copies on a GPU move 1 GiB of pages of 32 tokens in random order between the GPU and a segment with
-locked pages, in one call and one by one, alone and beside a matrix product on another stream.
-Without a GPU they are a memcpy, and the targets have a reason instead of a value.
+Copies on a GPU move 1 GiB of pages of 32 tokens, in random order, between the GPU and a segment
+with locked pages. They are measured in one call and one by one. Both are measured alone and beside
+a matrix product on another stream. Without a GPU they are a memcpy, and the targets have a reason
+instead of a value.
 
 Not here: the correctness of copies (tests), a whole engine, which needs a GPU.
 """

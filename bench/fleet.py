@@ -3,9 +3,9 @@
     python -m bench.fleet [--rounds 5]
 
 A whole fleet runs on three network namespaces of this machine, which needs root. A prompt is
-cached; then the leader is killed, and every ASK_S a request with that prefix is sent to the
-frontend of the other host, until one has its prefix cached. Earlier requests are rejected or
-computed in full, which is counted too.
+cached, and then the leader is killed. Every ASK_S the frontend of the other host gets a request
+with that prefix, until a request finds its prefix cached. Earlier requests are rejected or computed
+in full, and both are counted.
 
 Not here: the fleet (harness/fleet/), blocks from host to host (cross_host.py), faults of every kind
 (`python -m tests.chaos_serve`), several frontends (paper/experiments/frontends.py).
