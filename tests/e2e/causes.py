@@ -23,6 +23,7 @@ from tests.e2e.server import Answer, Server, take, wait_until
 from tests.e2e.server_processes import process_of, processes_of, stub_of
 
 B = 64  # block_tokens
+OVERLOADED = tuple(f"rejected kind={kind}" for kind in ("fair_share", "ttft_slo", "tbt_slo"))
 Page = dict[tuple[str, tuple[tuple[str, str], ...]], float]  # (name, labels) -> value
 
 
@@ -95,11 +96,11 @@ def ask(
     pins = {"prefill_worker": f"prefill_{prefill}", "decode_worker": f"decode_{decode}"}
 
     def admitted() -> Answer | None:
-        """A machine that is busy otherwise may take a few long prompts for an overload."""
+        """On a busy machine a few long prompts can be an overload, which the conductor rejects."""
         answer = server.ask(
             input_ids=ids, max_tokens=tokens, end_id=-1, return_decision=True, parameters=pins
         )
-        return None if answer.error.startswith("rejected kind=fair_share") else answer
+        return None if answer.error.startswith(OVERLOADED) else answer
 
     answer = wait_until(admitted, "the prompt to be admitted", 120.0)
     assert not answer.error, answer.error
