@@ -1,5 +1,5 @@
 """Prefill and decode steps over paged KV. Start with interface.py; README.md has the order.
 
-Importing this package or its pure files (interface, pages, batching, sampling) loads no torch: the
-launcher and the simulator use them too.
+This package and its pure modules (interface, pages, batching, sampling) do not import torch,
+because the launcher and the simulator use them too.
 """

@@ -1,11 +1,11 @@
-"""Interface of all engines to a worker: pages of KV, and the identity of the model.
+"""Interface of all engines to a worker: pages of KV, steps, and the identity of the model.
 
-A page holds consecutive layers of a block (`PageLayout`). If it holds all layers, it has exactly
-the layout of a block, and one copy stores or fills it.
+A block is the KV of `block_tokens` tokens, and the unit of the store. A page is the engine's memory
+for one block, or for consecutive layers of it (`PageLayout`). A page with all layers has exactly
+the layout of a block, so one copy moves the block.
 
-An `Engine` computes step by step and has no requests. The caller takes pages from `pages` and owns
-them. A `Work` is one sequence of the batch: its tokens to compute and its pages. The same call
-computes prefill (many tokens) and decode (one token).
+An `Engine` computes step by step and has no requests. Its caller takes pages from `pages` and owns
+them. One call of `forward` computes prefill (many tokens of a sequence) and decode (one token).
 
 Not here: the batch of a step (batching.py), sampling (sampling.py), an engine that batches by
 itself (trtllm/engine.py).
@@ -27,10 +27,10 @@ from mooncake_store.layout import KvLayout, LayerRange
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One sequence of a batch: compute its tokens [start, start + len(token_ids))."""
+    """One sequence of a batch, whose tokens [start, start + len(token_ids)) are to be computed."""
 
-    token_ids: Sequence[int]  # at least one
-    start: int  # tokens whose KV is already in the pages
+    token_ids: Sequence[int]  # the tokens to compute, at least one
+    start: int  # number of leading tokens whose KV is already in the pages
     pages: Sequence[int]  # pages[i] holds the tokens [i * block_tokens, (i + 1) * block_tokens)
 
     @property
@@ -39,32 +39,32 @@ class Work:
 
 
 class ServingEngine(Protocol):
-    """One model on its devices, with any batching."""
+    """One model on its devices. The engine or its caller may do the batching."""
 
     layout: KvLayout  # layout of a block with all layers of the model
-    layers: LayerRange  # layers that the pages hold
-    context_tokens_max: int  # largest number of prompt and output tokens
-    vocabulary_tokens: int
-    model_id: str
-    weights_id: str
-    tp_shape: str  # distribution of KV over ranks and pages, for the fingerprint
+    layers: LayerRange  # layers in each page: all, or those of a pipeline stage
+    context_tokens_max: int  # largest number of prompt and output tokens of a request
+    vocabulary_tokens: int  # token ids are in [0, vocabulary_tokens)
+    model_id: str  # family and shape of the model
+    weights_id: str  # hash of the weights
+    tp_shape: str  # how tensor-parallel ranks divide KV; workers share KV only if it is equal
     pages: PagePool
     # uint8; page p is kv_pool[p * page_bytes : (p + 1) * page_bytes], see layout.PageLayout.
     # On a GPU this is host memory: a pinned mirror of the pages, or TrtllmEngine's staging pool.
     kv_pool: NDArray[np.uint8]
 
     def import_pages(self, pages: Sequence[int]) -> None:
-        """Copy these pages from `kv_pool` to the device, before a step reads them. From any thread.
+        """Copy these pages from `kv_pool` to the device. Later steps wait for the copy. Any thread.
 
-        Does nothing on a CPU, whose pool is the engine's memory, and in TrtllmEngine.
+        Does nothing on a CPU, where `kv_pool` is the engine's memory, and in TrtllmEngine.
         """
         ...
 
     def export_pages(self, pages: Sequence[int]) -> None:
-        """Update these pages of `kv_pool` before the caller reads them. From any thread.
+        """Copy these pages from the device to `kv_pool`, before the caller reads them. Any thread.
 
-        No step may compute in the parts of the pages that are read. Not needed for layers that
-        `on_layer` announced. Does nothing where `import_pages` does nothing.
+        The caller may read only parts in which no step computes. Layers that `on_layer` announced
+        are in `kv_pool` already. Does nothing on a CPU and in TrtllmEngine.
         """
         ...
 
@@ -72,31 +72,31 @@ class ServingEngine(Protocol):
 
 
 class Engine(ServingEngine, Protocol):
-    """An engine that computes step by step. Only one thread at a time calls its steps."""
+    """An engine that computes step by step. Only one thread at a time may compute a step."""
 
-    eos_token_ids: tuple[int, ...]
-    rings: RingLayout | None  # layer ring buffers; None: the engine is no LayerEngine
+    eos_token_ids: tuple[int, ...]  # end-of-sequence token ids; may be empty
+    rings: RingLayout | None  # layout of layer ring buffers; None: the engine is no LayerEngine
 
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
     ) -> NDArray[np.float32]:
-        """float32 logits [len(batch), vocabulary] of the last token of each sequence.
+        """float32 logits [len(batch), vocabulary_tokens] of the last token of each sequence.
 
-        `on_layer(l)` is called, in order of layers, when the KV of layer l of *all* sequences is in
-        `kv_pool`: before `forward` returns, while later layers may still be in computation.
+        `on_layer(l)` is called when the KV of layer l of *all* sequences is in `kv_pool`. All calls
+        are made before `forward` returns, in order of layers. Later layers may still be computed.
         """
         ...
 
 
 class LayerPassing(Protocol):
-    """The layer-wise prefill of one prompt."""
+    """The layer-wise prefill of one prompt (batching/layer_passes.py)."""
 
     def compute(self, layer: int, start: int, tokens: int) -> NDArray[np.float32] | None:
-        """Compute these tokens in this layer. Then their KV is in the ring buffers and `kv_pool`.
+        """Compute the tokens [start, start + tokens) in this layer.
 
-        The KV of the tokens before them in this layer is computed or loaded. Layers are computed in
-        order, with the same chunks in each. In the last layer it returns logits [vocabulary] of the
-        last of these tokens, else None.
+        The layer's KV of all earlier tokens must be computed or loaded. Layers are computed in
+        order, each in the same chunks. On return the KV is in the ring buffers and in `kv_pool`.
+        The last layer returns logits [vocabulary_tokens] of the chunk's last token, others None.
         """
         ...
 
@@ -107,9 +107,9 @@ class LayerEngine(Engine, Protocol):
     def begin_pass(
         self, token_ids: Sequence[int], start: int, rings: Sequence[int]
     ) -> LayerPassing:
-        """Begin with token `start` of a prompt. rings[i] is the ring buffer of block i."""
+        """Begin the prefill of a prompt at token `start`. rings[i] is block i's ring buffer."""
         ...
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None:
-        """As `import_pages`, for one layer of the model in these ring buffers."""
+        """Like `import_pages`, for one layer of the model in these ring buffers."""
         ...

@@ -1,1 +1,1 @@
-"""Batching: which tokens one engine step computes, and in which pages. Pure."""
+"""Batching: decides which tokens one engine step computes, and in which pages. Pure."""

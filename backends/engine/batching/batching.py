@@ -2,38 +2,38 @@
 
 States of a request:
 
-    waiting    in a bounded queue, the least order key first
-    admitted   owns a slot and *all* pages that it can ever need
+    waiting    in a bounded queue
+    admitted   owns a request slot and *all* pages that it can ever need
     started    takes part in steps; its KV is in its pages, or is loaded layer by layer
     removed
 
 All pages are reserved at admission, so a running request never runs out of pages. The conductor's
-predictions rely on that. The price is unused capacity when outputs end early. If the head of the
-queue does not fit, no later request is admitted: small requests would otherwise starve it.
+predictions rely on this rule. Reserved pages stay unused when an output ends early. If the head of
+the queue does not fit, no later request is admitted. Small requests would otherwise starve it.
 
-Prefill order: by order key (conductor/queue_order.py), short work first, with ageing. The same
-order applies to waiting prompts and, at each step, to started ones. So a short prompt overtakes a
-long one between two of its chunks. The long prompt's computed KV stays in its pages, so no work is
-lost. A step itself is never interrupted.
+Prefill order: shortest job first with ageing, by the order keys of conductor/queue_order.py. The
+order applies to waiting prompts and, at each step, to started prompts. So a short prompt overtakes
+a long one between two chunks of the long prompt. The long prompt keeps its pages and computed KV. A
+running step is never interrupted.
 
 Prefill step: at most `chunk_tokens` new tokens, which bounds its duration. The first prompt takes
-what it needs, and the next ones share the remaining budget while sharing pays
-(conductor/queue_order.py). A chunk that is not its prompt's last ends at the end of a block, so
-that the block can be handed over at once. While an earlier prompt is still being loaded, steps are
-short: the earlier prompt has to wait for the end of the step.
+as many as it needs. Further prompts share the step while `shares_step` (conductor/queue_order.py)
+accepts them. A chunk that does not end its prompt ends at a block boundary, so that its blocks are
+complete and can be stored. Steps are short while an earlier prompt still loads its prefix, because
+that prompt waits for the end of the step.
 
-Layer-wise prefill (layer_passes.py): a prompt longer than a step goes through the layers one by
-one, in layer ring buffers instead of pages. Other prompts overtake it between its steps. The
-batching skips it while its next layer is not loaded or has no free room in the ring buffers. It is
-admitted when at most LAYERWISE_AHEAD_MAX unfinished layer-wise prompts are before it: later prompts
-need their pages later. Exception: a prompt of at most WHOLE_STEPS_MAX steps, of which at most one
-is new, is prefilled in chunks if the pool has so many pages. It can share its step.
+Layer-wise prefill (layer_passes.py): a prompt longer than one step is computed layer by layer, in
+layer ring buffers instead of pages. Other prompts can overtake it between its steps. It takes part
+in a step only if its next layer is loaded and has free room in the ring buffers. It is admitted
+when at most LAYERWISE_AHEAD_MAX unfinished layer-wise prompts are before it. Exception: a prompt
+with at most one step of uncached tokens is prefilled in chunks, and can then share its step. Its
+length is at most WHOLE_STEPS_MAX steps, and the pool must have pages for all its blocks.
 
-Decode: one token of every started request in each step, first come, first served. One level of
-priority equals PRIORITY_S of waiting. If the head of the queue lacks pages or a slot, later running
-requests are preempted, the last one first. Their KV goes to the store, and they wait at their old
-queue positions. Positions are one total order, fixed once the priority is known, so two requests
-can never preempt each other in turn.
+Decode: each step computes one token of every started request. Admission is first come, first
+served. One level of priority counts as PRIORITY_S of waiting. If the head of the queue lacks pages
+or a slot, running requests behind it in this order are preempted, the last one first. Their KV
+moves to the store, and they wait at their old queue positions. The order is total and does not
+change after `prioritise`, so two requests can never preempt each other in turn.
 
 Not here: page memory (kv_memory.py), when to reject (conductor).
 """
@@ -51,9 +51,8 @@ from backends.engine.batching.pages import PagePool
 from conductor.queue_order import ALWAYS, shares_step, short_step_tokens
 from mooncake_store.layout import blocks_touched
 
-LAYERWISE_AHEAD_MAX = 1  # one prompt is computed while the next one is loaded
-# Length in steps up to which a mostly cached prompt is prefilled in chunks. Its pages are about as
-# many as the ring buffers of a prompt that is this many times as long.
+LAYERWISE_AHEAD_MAX = 1  # prompts; one prompt is computed while the next one loads its prefix
+# Longest mostly cached prompt that is prefilled in chunks, in steps of `chunk_tokens`.
 WHOLE_STEPS_MAX = 4
 
 PRIORITY_S = 10.0  # seconds of waiting that equal one level of priority
@@ -69,11 +68,11 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Compute the tokens [start, start + tokens) of this prompt."""
+    """Compute the tokens [start, start + tokens) of one prompt."""
 
     request_id: str
-    start: int
-    tokens: int
+    start: int  # position in the prompt
+    tokens: int  # >= 1
     is_last: bool  # the chunk ends with the prompt's last token
     layer: int = -1  # the only layer to compute; -1: all layers
 
@@ -82,7 +81,7 @@ class Chunk:
 class Progress:
     request_id: str
     prompt_tokens: int
-    computed_tokens: int
+    computed_tokens: int  # cached or computed; 0 <= computed_tokens <= prompt_tokens
 
 
 def next_chunks(
@@ -92,12 +91,11 @@ def next_chunks(
     overhead_tokens: float = ALWAYS,
     waiting: int = 0,
 ) -> list[Chunk]:
-    """Plan one chunked-prefill step for these prompts, in this order of precedence.
+    """Plan one chunked-prefill step for the prompts `started`, the most urgent first.
 
-    `overhead_tokens`: the fixed cost of a step, in tokens. `waiting`: further prompts that wait for
-    a step. Both decide how many prompts share the step (conductor/queue_order.py); by default, as
-    many as fit.
-    """
+    `overhead_tokens`: the fixed time of a step, as the number of tokens computed in that time.
+    `waiting`: prompts that wait for admission. Both decide how many prompts share the step
+    (`shares_step`). By default as many as fit share it."""
     assert chunk_tokens >= block_tokens, f"{chunk_tokens} tokens a step, {block_tokens} a block"
     chunks: list[Chunk] = []
     budget = chunk_tokens
@@ -121,7 +119,7 @@ def next_chunks(
 
 
 class Admission:
-    """The queue and the pages of its requests; the common part of prefill and decode."""
+    """Request queue, slots and page reservation; the common part of prefill and decode."""
 
     def __init__(
         self, pages: PagePool, block_tokens: int, slots_max: int, waiting_max: int
@@ -137,7 +135,7 @@ class Admission:
         self._positions: dict[str, QueuePosition] = {}  # of waiting and admitted requests
         # Heap of the waiting requests. It also holds outdated entries, which `_head` removes.
         self._heap: list[QueuePosition] = []
-        self._added = 0  # requests added since the start
+        self._added = 0  # number of requests added since construction
 
     @property
     def waiting(self) -> int:
@@ -149,14 +147,14 @@ class Admission:
 
     @property
     def has_room(self) -> bool:
-        """Another request may be added; one with `is_resumed` always may."""
+        """Whether a new request may be added. A request with `is_resumed` always may."""
         return len(self._waiting) - len(self._resumed) < self._waiting_max
 
     def is_waiting(self, request_id: str) -> bool:
         return request_id in self._waiting
 
     def _may_have_pages(self, request_id: str) -> bool:
-        """Whether the head of the queue may be admitted if enough pages are free."""
+        """Whether this request, the head of the queue, may be admitted if enough pages are free."""
         return True
 
     def _add(
@@ -183,7 +181,7 @@ class Admission:
         return None
 
     def admit(self, at_most: int | None = None) -> list[Admitted]:
-        """Admit at most so many requests, from the head of the queue until one does not fit."""
+        """Admit requests from the head of the queue until one does not fit, `at_most` so many."""
         admitted: list[Admitted] = []
         while len(self._pages) < self._slots_max and len(admitted) != at_most:
             request_id = self._head()
@@ -202,8 +200,8 @@ class Admission:
     def remove(self, request_id: str) -> list[int]:
         """Forget a waiting or admitted request and free its slot at once.
 
-        Returns its pages, [] for a waiting request. The caller releases them to the pool when no
-        transfer reads or writes them any more.
+        Returns its pages; [] for a waiting request. The caller releases the pages to the pool after
+        the last transfer from or to them.
         """
         del self._positions[request_id]
         self._resumed.discard(request_id)
@@ -228,7 +226,7 @@ class Admission:
 
 
 class PrefillBatching(Admission):
-    """Plans chunks of prompts by order key; equal keys: first come, first served."""
+    """Plans chunks of prompts in order of order keys; with equal keys first come, first served."""
 
     def __init__(
         self,
@@ -243,7 +241,7 @@ class PrefillBatching(Admission):
         """`rings`: layout of the layer ring buffers; None: no layer-wise prefill."""
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         self._rings = rings
-        self._layerwise: set[str] = set()  # waiting and admitted prompts with ring buffers
+        self._layerwise: set[str] = set()  # waiting and admitted prompts that use ring buffers
         self._passes: dict[str, LayerPass] = {}  # of started layer-wise prompts
         assert chunk_tokens >= block_tokens, (chunk_tokens, block_tokens)
         self._chunk_tokens = chunk_tokens
@@ -252,7 +250,7 @@ class PrefillBatching(Admission):
         self._prompt_tokens: dict[str, int] = {}  # of waiting and admitted prompts
         self._started: dict[str, Progress] = {}
         self._order: list[QueuePosition] = []  # of started prompts, sorted
-        # Prompt tokens not yet computed; >= 0. A cached prefix counts until its prompt is started.
+        # Prompt tokens not yet computed; >= 0. Includes the cached prefix of unstarted prompts.
         self.queue_tokens = 0
 
     def add(
@@ -263,11 +261,11 @@ class PrefillBatching(Admission):
         is_resumed: bool = False,
         local_tokens: int = 0,
     ) -> bool:
-        """Queue a prompt. False, and nothing changes, if the queue is full.
+        """Queue a prompt. Returns False and changes nothing if the queue is full.
 
         `is_resumed`: the request lost its worker and resumes here; a full queue does not reject it.
-        `local_tokens`: tokens whose KV this node probably caches; they only decide whether the
-        prompt is prefilled layer-wise or in chunks.
+        `local_tokens`: an estimate of the tokens whose KV is cached on this node. It only decides
+        between layer-wise and chunked prefill.
         """
         has_rings = self._has_rings(prompt_tokens, local_tokens)
         pages = self._pages_taken(prompt_tokens, has_rings)
@@ -280,7 +278,7 @@ class PrefillBatching(Admission):
         return True
 
     def ahead(self, request_id: str) -> int:
-        """Number of prompts before this one in the order, including those in computation."""
+        """Number of unfinished prompts before this one in the order, waiting or started."""
         unfinished = (name for name in self._positions if not self._is_complete(name))
         return sum(self.goes_before(name, request_id) for name in unfinished)
 
@@ -289,10 +287,10 @@ class PrefillBatching(Admission):
         return progress is not None and progress.computed_tokens == progress.prompt_tokens
 
     def start(self, request_id: str, computed_tokens: int, is_loaded: bool = True) -> None:
-        """Compute a prompt from token `computed_tokens` on; the KV before it is in its pages.
+        """Compute an admitted prompt from token `computed_tokens` on.
 
-        `is_loaded`: False for a layer-wise prompt whose prefix is loaded during its computation.
-        """
+        `is_loaded`: the KV of the tokens before is in the prompt's pages. False is allowed only for
+        a layer-wise prompt, whose prefix is then loaded layer by layer."""
         assert request_id in self._pages and request_id not in self._started, request_id
         prompt_tokens = self._prompt_tokens[request_id]
         assert 0 <= computed_tokens < prompt_tokens, (computed_tokens, prompt_tokens)
@@ -313,14 +311,14 @@ class PrefillBatching(Admission):
         insort(self._order, self._positions[request_id])
 
     def stop(self, request_id: str) -> None:
-        """Discard the computed tokens of a started prompt. It keeps its pages; `start` it again."""
+        """Return a started prompt to the admitted state, with its pages but no computed tokens."""
         progress = self._started.pop(request_id)
         self._passes.pop(request_id, None)
         self.queue_tokens += progress.computed_tokens
         del self._order[bisect_left(self._order, self._positions[request_id])]
 
     def next_step(self) -> list[Chunk]:
-        """The chunks to compute now; may be empty. Layer-wise chunks are all of one prompt."""
+        """The chunks of the next step, or []. A step with layer-wise chunks has only one prompt."""
         ready = [
             self._started[request_id]
             for _, _, request_id in self._order
@@ -342,7 +340,7 @@ class PrefillBatching(Admission):
         )
 
     def _is_loading_before(self, request_id: str | None) -> bool:
-        """An admitted prompt before this one, the first computable one, loads or stores KV."""
+        """Whether a prompt before this one is admitted and still loads or stores KV."""
         if request_id is None or len(self._pages) == len(self._started) - len(self._passes):
             return False
         first = self._positions[request_id]
@@ -354,7 +352,7 @@ class PrefillBatching(Admission):
         )
 
     def computed(self, chunks: Iterable[Chunk]) -> list[str]:
-        """Record these computed chunks. Returns the requests whose prompts are complete.
+        """Record computed chunks. Returns the requests whose prompts are now complete.
 
         A complete prompt keeps its slot and pages until `remove`, because its KV may still be in
         transfer to the store.
@@ -406,7 +404,7 @@ class PrefillBatching(Admission):
         return self._positions[request_id] < self._positions[other]
 
     def layers_to_load(self) -> list[tuple[str, int]]:
-        """Each (request, layer) that may be loaded now, in queue order."""
+        """Each (request, layer) whose cached prefix may be loaded now, in queue order."""
         return [
             (request_id, of_layers.loaded)
             for _, _, request_id in self._order
@@ -414,11 +412,11 @@ class PrefillBatching(Admission):
         ]
 
     def layer_loaded(self, request_id: str) -> None:
-        """The prefix's KV of the request's next layer is in its ring buffers."""
+        """Record that the prefix's KV of the next layer to load is in the ring buffers."""
         self._passes[request_id].loaded += 1
 
     def layer_stored(self, request_id: str) -> None:
-        """The KV of the request's next layer is in the store. No effect unless it is started."""
+        """Record that the KV of the next layer to store is stored; ignored if not started."""
         if (of_layers := self._passes.get(request_id)) is not None:
             of_layers.stored += 1
 
@@ -448,7 +446,7 @@ class PrefillBatching(Admission):
 
 
 class DecodeBatching(Admission):
-    """One token of each started request per step; first come, first served."""
+    """One token of each started request per step. Admission is first come, first served."""
 
     def __init__(
         self, pages: PagePool, block_tokens: int, slots_max: int, waiting_max: int
@@ -456,7 +454,7 @@ class DecodeBatching(Admission):
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         self._tokens_max: dict[str, int] = {}  # request -> prompt tokens + largest output tokens
         self._started: dict[str, int] = {}  # request -> its tokens so far; in order of start
-        self._saving: dict[str, int] = {}  # preempted request -> number of pages it still holds
+        self._saving: dict[str, int] = {}  # preempted request -> its pages until its KV is saved
         self.context_tokens = 0  # prompt and output tokens of all started requests
 
     @property
@@ -471,8 +469,8 @@ class DecodeBatching(Admission):
         is_resumed: bool = False,
         arrived_s: float = 0.0,
     ) -> bool:
-        """Queue a request. False, and nothing changes, if the queue is full and the request does
-        not resume after a worker failure (`is_resumed`)."""
+        """Queue a request. Returns False and changes nothing if the queue is full. A full queue
+        does not reject a request that resumes after a worker failure (`is_resumed`)."""
         assert prompt_tokens > 0 and output_tokens_max > 0, (prompt_tokens, output_tokens_max)
         tokens = prompt_tokens + output_tokens_max
         pages = blocks_touched(tokens, self._block_tokens)
@@ -482,14 +480,15 @@ class DecodeBatching(Admission):
         return True
 
     def start(self, request_id: str, tokens: int) -> None:
-        """Join the batch with `tokens` prompt and output tokens: all but the newest have KV."""
+        """Add an admitted request to the batch. The pages have the KV of all but the last of its
+        `tokens` prompt and output tokens."""
         assert request_id in self._pages and request_id not in self._started, request_id
         assert 0 < tokens <= self._tokens_max[request_id], (tokens, self._tokens_max[request_id])
         self._started[request_id] = tokens
         self.context_tokens += tokens
 
     def prioritise(self, request_id: str, priority: int) -> None:
-        """Move a request by its priority, not 0. Call it once, before the request starts."""
+        """Move a request by its priority, which is not 0. Call it once, before `start`."""
         arrived_s, added, _ = self._positions[request_id]
         order_key_s = arrived_s - priority * PRIORITY_S
         self._positions[request_id] = position = (order_key_s, added, request_id)
@@ -499,7 +498,8 @@ class DecodeBatching(Admission):
     def to_preempt(self) -> list[str]:
         """The running requests to preempt so that the head of the queue fits, the last one first.
 
-        Empty if none waits, if pages in saving are enough for the head, or if all would not be.
+        All are after the head in the order. The list is empty if the head fits after the current
+        saves, if its own KV is still being saved, or if preempting them all would not be enough.
         """
         head = self._head()
         if head is None or head in self._saving:
@@ -517,7 +517,7 @@ class DecodeBatching(Admission):
         return chosen if lacking <= 0 else []
 
     def preempt(self, request_id: str) -> list[int]:
-        """Queue a running request again. Returns its pages, to release after their KV is saved."""
+        """Queue a running request again. Returns its pages; call `saved` after saving their KV."""
         pages = self._pages.pop(request_id)
         self.context_tokens -= self._started.pop(request_id)
         self._saving[request_id] = len(pages)
@@ -527,14 +527,14 @@ class DecodeBatching(Admission):
         return pages
 
     def saved(self, request_id: str) -> None:
-        """A preempted request's pages are released or about to be; it may be admitted again."""
+        """The save of a preempted request's KV has ended: the request may be admitted again."""
         self._saving.pop(request_id, None)
 
     def _may_have_pages(self, request_id: str) -> bool:
         return request_id not in self._saving
 
     def next_step(self) -> list[str]:
-        """The requests that get a token in the next step; changes nothing."""
+        """The requests that get a token in the next step. Changes nothing."""
         return list(self._started)
 
     def computed(self, request_ids: Iterable[str]) -> None:
@@ -546,16 +546,16 @@ class DecodeBatching(Admission):
                 assert self._started[request_id] <= self._tokens_max[request_id], request_id
 
     def steps_alike(self, tokens_at_end: Mapping[str, int]) -> int:
-        """Steps until the first started request is complete; 0 without started requests.
+        """Number of steps until a started request is complete; 0 without started requests.
 
-        `tokens_at_end`: prompt and output tokens that each request ends with. Only a simulator has
-        them in advance, and computes that many steps at once.
+        `tokens_at_end`: request -> its final number of prompt and output tokens, which only a
+        simulator has in advance.
         """
         left = (tokens_at_end[name] - tokens for name, tokens in self._started.items())
         return min(left, default=0)
 
     def advance(self, steps: int) -> None:
-        """Equal to `computed(next_step())`, `steps` times."""
+        """Has the effect of `steps` calls of `computed(next_step())`."""
         tokens_max, started = self._tokens_max, self._started
         for request_id, tokens in started.items():
             assert tokens + steps <= tokens_max[request_id], (request_id, tokens, steps)

@@ -1,13 +1,14 @@
 """Layer-wise prefill of one prompt: all its new tokens go through layer 0, then layer 1, ... Pure.
 
-A layer's KV has to be in GPU memory from its load or computation until it is computed and stored.
-So a prompt needs at most three of its layers at a time: one in loading, one in computation, one in
-storing. For each block it takes a *layer ring buffer* instead of a page: room for LAYERS_AT_ONCE
-consecutive layers of the block. Layer l overwrites layer l - LAYERS_AT_ONCE. If several ring
-buffers fit into a page, the prompt needs a fraction of the pages; else one page for each block.
+The engine's memory needs a layer's KV only while that layer is loaded, computed or stored. So a
+prompt needs at most three layers at a time: one in loading, one in computation, one in storing. Its
+KV is in *layer ring buffers* instead of pages. A page holds all layers of one block of KV. A ring
+buffer holds LAYERS_AT_ONCE consecutive layers of one block, and layer l overwrites layer
+l - LAYERS_AT_ONCE. The prompt thus needs a fraction of the pages. If a page has no room for two
+ring buffers, each block takes a whole page.
 
-A ring buffer is a page of the same memory, seen as pages of LAYERS_AT_ONCE layers. The engine
-computes in ring buffers as it does in pages.
+The pages and the ring buffers are two partitions of one memory, so the engine computes in ring
+buffers as in pages.
 
 Not here: the order of prompts (batching.py), loading and storing (workers/).
 """
@@ -22,23 +23,23 @@ LAYERS_AT_ONCE = 3  # one layer is loaded, one is computed, one is stored
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """Layer ring buffers in pages of `layers` layers, numbered through all pages of a pool."""
+    """Places ring buffers in a pool. Number n has the n-th span of `layers_at_once` layers."""
 
-    layers: int  # of a page, >= 1
+    layers: int  # layers in a page, >= 1
 
     @property
     def layers_at_once(self) -> int:
-        """Layers in one ring buffer; all layers if a page has no room for two ring buffers."""
+        """Layers in one ring buffer: LAYERS_AT_ONCE, or all if a page has no room for two."""
         return LAYERS_AT_ONCE if self._whole_rings >= 2 else self.layers
 
     @property
     def per_page(self) -> int:
-        """Ring buffers that lie completely inside any page, for every alignment of the page."""
+        """Number of ring buffers that any page of the pool completely contains."""
         return self._whole_rings if self.layers_at_once < self.layers else 1
 
     @property
     def _whole_rings(self) -> int:
-        # Where ring buffers do not fill a page evenly, some lie across its borders.
+        # The most layers of a page before the first ring buffer that begins in the page.
         across = 0 if self.layers % LAYERS_AT_ONCE == 0 else LAYERS_AT_ONCE - 1
         return (self.layers - across) // LAYERS_AT_ONCE
 
@@ -46,7 +47,7 @@ class RingLayout:
         return -(-blocks // self.per_page)
 
     def in_pages(self, pages: Sequence[int], blocks: int) -> list[int]:
-        """Numbers of the ring buffers of that many blocks, one each."""
+        """Numbers of `blocks` ring buffers inside these pages, one for each block."""
         assert blocks <= len(pages) * self.per_page, (blocks, len(pages), self)
         size, found = self.layers_at_once, []
         for page in pages:
@@ -64,10 +65,9 @@ class LayerRings:
     numbers: Sequence[int]  # numbers[i] is the ring buffer of block i
 
     def page_offset_bytes(self, block: int, layer: int) -> int:
-        """Where a whole page would begin whose `layer` is the one in the block's ring buffer.
+        """Offset in the pool at which a page would begin that had `layer` in the same place.
 
-        For callers that add the layer's offset in a page. It may be negative or inside a page.
-        """
+        So code for pages finds the layer at its offset in a page. The result may be negative."""
         size = self.shape.layers_at_once
         return (self.numbers[block] * size + layer % size - layer) * self.layer_bytes
 
@@ -76,11 +76,11 @@ class LayerRings:
 class LayerPass:
     """Progress of one prompt through the layers."""
 
-    start: int  # first token to compute; KV of the tokens before it is loaded
-    end: int  # prompt tokens
-    chunk_tokens: int
-    layers: int
-    layers_at_once: int
+    start: int  # first token to compute; the KV of all tokens before it is cached
+    end: int  # number of prompt tokens; > start
+    chunk_tokens: int  # largest chunk
+    layers: int  # of the model
+    layers_at_once: int  # layers in a ring buffer
     loaded: int  # leading layers with their prefix in the ring buffers; layer <= loaded <= layers
     stored: int = 0  # leading layers that are in the store; 0 <= stored <= loaded
     layer: int = 0  # the layer in computation; == layers when all are computed
@@ -95,7 +95,7 @@ class LayerPass:
 
     @property
     def can_load(self) -> bool:
-        """A layer is left to load, and its room is free: the layer there before is stored."""
+        """Whether a layer is left to load, and the layer that it overwrites is stored."""
         return self.loaded < self.layers and self.loaded < self.stored + self.layers_at_once
 
     @property
@@ -107,15 +107,15 @@ class LayerPass:
 
     @property
     def computed_tokens(self) -> int:
-        """The computed (token, layer) pairs divided by the layers, rounded down."""
+        """Progress in tokens: computed (token, layer) pairs divided by `layers`, rounded down."""
         parts = self.layer * (self.end - self.start) + self.position - self.start
         return parts // self.layers
 
     def next_parts(self, tokens: int) -> Iterator[tuple[int, int, int]]:
-        """The (layer, start, tokens) of one step; chunks are the same in each layer.
+        """Each (layer, start, tokens) of the next step; none if no layer can be computed.
 
-        The step is at most as long as one of `tokens` tokens through all layers, except that a
-        first chunk may exceed it. It ends before a layer that cannot be computed; may be empty.
+        The step's work is at most that of `tokens` tokens in all layers. Exception: the first chunk
+        may exceed it. All layers are cut into the same chunks.
         """
         left, layer, start = tokens * self.layers, self.layer, self.position
         is_first = True

@@ -1,15 +1,14 @@
 """Page allocator of an engine's KV memory.
 
-A page is free or taken. No page is shared, because the prefix cache is the store, not the engine.
-The lowest free page number is allocated first: a lightly loaded pool stays in few, warm memory
-pages, and tests are deterministic.
+A page is free or taken. Requests do not share pages, because the prefix cache is the store and not
+the engine. The lowest free page number is allocated first. So a lightly loaded pool reuses few
+pages, which stay in CPU caches and TLBs, and tests are deterministic.
 
 `Occupation` measures the VRAM occupation cost of the Mooncake paper: KV memory times the time for
 which it is taken. Layer-wise prefill exists to lower this cost. The integral is updated at each
-change, so every reading is exact.
+change of the number of taken pages, so it is exact.
 
-Not here: the memory itself (kv_memory.py), how many pages a request needs (batching.py). The worker
-keeps a page that a late transfer may still write, and releases it after the transfer.
+Not here: the memory itself (kv_memory.py), how many pages a request needs (batching.py).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class PagePool:
         self.pages_max = pages_max
         self._free = list(range(pages_max))  # heap of page numbers
         self._is_taken = bytearray(pages_max)
-        self.on_change: Callable[[int], None] = lambda used_pages: None  # after take and release
+        self.on_change: Callable[[int], None] = lambda used_pages: None  # after `take`, `release`
 
     @property
     def free_pages(self) -> int:
@@ -35,7 +34,7 @@ class PagePool:
         return self.pages_max - len(self._free)
 
     def take(self, pages: int) -> list[int] | None:
-        """Allocate that many pages, at least one. None, and nothing changes, if fewer are free."""
+        """Allocate `pages` >= 1 pages. Returns None and changes nothing if fewer are free."""
         assert pages > 0, pages
         if pages > len(self._free):
             return None
@@ -56,7 +55,7 @@ class PagePool:
         self.on_change(self.used_pages)
 
     def check(self) -> None:
-        """Assert the invariants. Tests call it after every step, a worker when it is idle."""
+        """Assert the invariants."""
         assert len(set(self._free)) == len(self._free), "a page is on the free list twice"
         assert len(self._is_taken) == self.pages_max, "the pool changed its size"
         assert not any(map(self._is_taken.__getitem__, self._free)), "a page is free and taken"
@@ -64,10 +63,11 @@ class PagePool:
 
 
 class Occupation:
-    """Page seconds. One thread at a time writes, any thread reads: the state is one tuple."""
+    """Page seconds of a pool. One thread at a time may call `changed`; any thread may read."""
 
     def __init__(self, now_s: float) -> None:
-        self._state = (0, now_s, 0.0)  # (pages taken, since when in s, page seconds before that)
+        # Pages taken, time of the last change in s, page seconds before it. One tuple: atomic.
+        self._state = (0, now_s, 0.0)
 
     def changed(self, used_pages: int, now_s: float) -> None:
         self._state = (used_pages, now_s, self.page_seconds(now_s))
