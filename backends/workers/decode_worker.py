@@ -1,19 +1,19 @@
 """The decode worker: reads handed-over KV, streams tokens, writes generated blocks to the store.
 
-Hand-over: prefill announces layers while it computes. The loader reads them into reserved pages
-(arrivals.py). When the request itself arrives, the loader reads the remaining blocks, and the
-request joins the running batch.
+Hand-over: a prefill worker announces each layer's KV as soon as the layer is in the store. The
+loader reads announced layers into pages that are reserved for the request (arrivals.py). When the
+request itself arrives, the loader reads the remaining blocks, and the request joins the batch.
 
 Preemption: if a request of higher priority lacks pages, running requests are preempted between two
-steps (engine/batching/batching.py). The writer writes the KV that the store lacks, and the
-preempted requests wait. With new pages their KV is read back like a hand-over, and they resume. If
-the KV is gone, they resume on another worker, as after a worker failure.
+steps (engine/batching/batching.py). The writer stores a preempted request's KV, and the request
+waits. When the request has pages again, the loader reads its KV back as after a hand-over. If the
+KV is gone, the request resumes on another worker, as after a worker failure.
 
-Threads: the engine's thread runs the turns (worker.py), one loader reads KV, the writer writes
-generated blocks, the repliers end requests. The driver reports tokens in one thread. A frontend
-gets one message with its tokens for each step, or for several short steps.
+Threads: the engine's thread runs the engine loop (worker.py), one loader reads KV, the writer
+writes KV to the store, and `Repliers` send replies. The driver reports all tokens in one thread.
+Each frontend gets one message with the tokens of a step, or of several short steps.
 
-Not here: Triton (decode/model.py), the text of tokens (text_stream.py), steps and engines
+Not here: Triton's API (decode/model.py), the text of tokens (text_stream.py), steps and engines
 (step_driver.py, trtllm/decode.py).
 """
 
@@ -52,12 +52,12 @@ from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
-REPLIERS = 8
+REPLIERS = 8  # threads that send replies
 
 
 class DecodeWorker(JobWorker[DecodeJob]):
     role = "decode"
-    loaders = 1  # one thread keeps the order of announced layers and their request
+    loaders = 1  # one thread: a request's announced layers are read before its remaining blocks
     batching: DecodeBatching
 
     def __init__(
@@ -81,16 +81,16 @@ class DecodeWorker(JobWorker[DecodeJob]):
             config.slots,
             waiting_max=config.queue_requests_max,
         )
-        # Both are sent by the next `send_news`.
+        # Finished jobs and, by reply inbox, new tokens of other jobs; `send_news` sends both.
         self._ended: list[DecodeJob] = []
-        self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)  # by reply inbox
+        self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)
         self._pace = MessagePace()
         self._repliers = Repliers()
         driver.begin(self)
         self._serve()
 
     def submit(self, request: DecodeRequest, ids: np.ndarray, client: DecodeClient) -> None:
-        """Queue a request; the client is answered from another thread. Raises ServingError."""
+        """Queue a request. `client` gets the reply in another thread. Raises ServingError."""
         self.process.call_limits.check(request, ids)
         tokens_max = request.prompt_tokens + request.sampling.max_tokens
         job = DecodeJob(
@@ -116,8 +116,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             if request.priority:
                 self.batching.prioritise(request.request_id, request.priority)
             self.jobs[request.request_id] = job
-            # With the lock held. Otherwise the request could end first, and the worker would renew
-            # leases of an ended request.
+            # With the lock still held. Otherwise the request could end before this call, and its
+            # leases would then be renewed for ever.
             self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
             self.lock.notify_all()
 
@@ -125,7 +125,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         return self._tokenizer
 
     def _refuse_incomplete(self, request: DecodeRequest, kv_tokens: int) -> None:
-        """Raise KvMissing unless each block that the engine needs was handed over exactly once.
+        """Raise KvMissing if the handed-over blocks are not exactly those that the engine needs.
 
         A page into which no block is read would hold old data. With the lock held.
         """
@@ -138,7 +138,10 @@ class DecodeWorker(JobWorker[DecodeJob]):
             )
 
     def _check_again(self, request: DecodeRequest, tokens: int) -> None:
-        """Reject a request that would slow the whole batch beyond its SLO. With the lock held."""
+        """Raise Overloaded if a step with this request would exceed the request's TBT limit.
+
+        This is the conductor's decode admission check with the load of now. With the lock held.
+        """
         jobs = self.jobs.values()
         there = BatchOnArrival(
             sum(len(job.token_ids) for job in jobs),
@@ -151,7 +154,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             raise Overloaded(refused.kind, refused.reason, refused.retry_after_s)
 
     def _refuse_arrival(self, request_id: str) -> None:
-        """Reserve nothing for the request; the next turn frees early pages. With the lock held."""
+        """Ignore later messages about the request. The next turn of the engine loop frees pages
+        that were reserved for its hand-over. With the lock held."""
         self._arrivals.refuse(request_id, time.monotonic())
         self.lock.notify_all()
 
@@ -174,7 +178,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self._repliers.close(max(0.0, give_up_s - time.monotonic()))
 
     def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
-        """Queue a request for pages and a slot. False: the queue is full. With the lock held."""
+        """Queue a request for pages and a batch slot. False if the queue is full. With the lock."""
         now_s = time.monotonic()
         return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, arrived_s=now_s)
 
@@ -219,8 +223,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 arrival.is_loading = False
 
     def _load_rest(self, job: DecodeJob) -> bool:
-        """Read the job's blocks that are not in its pages yet. Raises KvMissing if one is gone;
-        else True. In the loader's thread."""
+        """Read the job's blocks that are not in its pages yet. Returns True. Raises KvMissing if a
+        block is gone. In the loader's thread."""
         assert job.arrival is not None, f"{job.request_id} has no pages"
         started_s = time.monotonic()
         is_new = job.saved is None
@@ -248,7 +252,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
     # -- preemption
 
     def _preempt(self, job: DecodeJob) -> None:
-        """Between two steps, with the lock held."""
+        """Take a running job out of the batch and queue the saving of its KV. Called between two
+        steps, with the lock held."""
         pages, put = self.batching.preempt(job.request_id), job.give_up_pages()
         if job.has_update:  # send it now: the job may wait for long
             update = Tokens(self.process.incarnation, [job.take_update()])
@@ -259,7 +264,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.writer.then(lambda: self._save(job, put, pages))
 
     def _save(self, job: DecodeJob, put: BlockPut, pages: list[int]) -> None:
-        """Save a preempted job's KV. In the writer's thread, after earlier tasks for the job."""
+        """Save a preempted job's KV in the store, then release its pages. Writer's thread."""
         error: Exception | None = None
         try:
             if not job.is_leaving:
@@ -278,16 +283,16 @@ class DecodeWorker(JobWorker[DecodeJob]):
     # -- called by a driver
 
     def join_batch(self, job: DecodeJob) -> bool:
-        """Start decoding a loaded job. False: it leaves instead. With the lock held."""
+        """Start decoding a loaded job. False if the job is leaving or has left. With the lock."""
         if not self._may_join(job):
             return False
         self.batching.start(job.request_id, len(job.token_ids))
         return True
 
     def decoded(self, tokens_of: Iterable[tuple[DecodeJob, Sequence[int]]]) -> None:
-        """Record new tokens of jobs, in order. The caller calls `send_news` afterwards."""
+        """Record new tokens of jobs, in decoding order. Call `send_news` afterwards."""
         computed: list[str] = []
-        gaps_s: dict[str, float] = {}  # reply inbox -> gap between messages
+        gaps_s: dict[str, float] = {}  # reply inbox -> least time between two of its messages
         now_s = time.monotonic()
         with self.lock:
             for job, token_ids in tokens_of:
@@ -321,14 +326,14 @@ class DecodeWorker(JobWorker[DecodeJob]):
         return self._pace.is_due(inbox, gaps_s[inbox], step_s, now_s, job.update_sent_s)
 
     def put_saved(self, job: DecodeJob) -> None:
-        """Queue the write of full blocks whose KV is complete in pages. With the lock held: the
-        release of the pages must be after this task in the writer's queue."""
+        """Queue the write of full blocks whose KV is complete in the pages. With the lock held,
+        so that a release of the pages is later in the writer's queue."""
         if blocks := job.take_saved():
             self.writer.put_whole(job.put, blocks)
 
     def send_news(self) -> None:
-        """End the finished jobs and send each frontend one message with the tokens of the others.
-        In the thread of `decoded`."""
+        """Reply to finished jobs, and send each frontend one message with its other jobs' new
+        tokens. Call it in the thread that called `decoded`."""
         ended, self._ended = self._ended, []
         updates, self._updates = self._updates, defaultdict(list)
         for job in ended:
@@ -337,10 +342,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.process.outbox.send(inbox, Tokens(self.process.incarnation, of_frontend))
 
     def end(self, job: DecodeJob, error: Exception | None = None) -> None:
-        """Remove a job and answer its client. The writer releases the pages after its tasks.
-
-        Never call it while a step computes in the job's pages, except from that step.
-        """
+        """Remove a job and reply to its client. The writer's thread frees the pages after its
+        queued tasks. No step may be computing in the pages, except the step that calls this."""
         with self.lock:
             if self.has_left(job):
                 return
@@ -348,7 +351,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             pages = self.batching.remove(job.request_id)
             self._pages.leave(pages)
             self.driver.abort(job)
-            self._refuse_arrival(job.request_id)  # late messages about it may still arrive
+            self._refuse_arrival(job.request_id)  # a late LayersReady must not reserve pages
         self.writer.then(lambda: self.driver.free(job, pages))
         if error is None:
             self._repliers.send(job.reply)
@@ -356,15 +359,16 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self._repliers.send(lambda: job.client.fail(error))
 
     def forget(self, job: DecodeJob) -> None:
-        """Write no more of the job's blocks to the store, and release the leases on the handed-over
-        ones. In the writer's thread."""
+        """Write no more of the job's blocks to the store, and release the leases on its
+        handed-over blocks. In the writer's thread."""
         job.end_put()
         self.release_handed_over(job)
 
     def release_handed_over(self, job: DecodeJob) -> None:
-        """Release the leases on the handed-over blocks, unless the engines hand KV over themselves.
+        """Release the leases on the handed-over blocks.
 
-        Then the prefill worker releases them, because it may still be writing slots under them.
+        Exception: if the engines hand KV over by themselves, this worker only stops renewing. The
+        prefill worker, which may still be writing leased slots, releases the leases.
         """
         owners = self.process.owners
         (owners.drop if job.request.native else owners.release)(job.request_id)
@@ -385,7 +389,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
                 self._loading.submit(self._load, job, self._load_rest)
 
     def _drop_leaving(self) -> None:
-        """Also drops arrivals whose request never came."""
+        """Drop leaving jobs, and early reservations (arrivals.py) that were refused or expired."""
         for request_id, pages in self._arrivals.reap(time.monotonic(), self.jobs.keys()):
             self.batching.remove(request_id)
             self._pages.release(pages)
@@ -399,18 +403,18 @@ class DecodeWorker(JobWorker[DecodeJob]):
 
 
 class MessagePace:
-    """Decides when the new tokens of a frontend's streams are sent.
+    """Decides when new tokens are sent to a frontend. Not thread-safe.
 
-    A frontend delays tokens that follow each other closely (token_streams.py). Delaying them here
-    instead saves messages: the tokens of several steps need only one. The delay is at most a step
-    longer than the frontend's gap, so it applies to short steps only. Not thread-safe.
+    A frontend keeps a minimum gap between two messages of a stream (token_streams.py). Keeping the
+    gap here saves messages, because one message has the tokens of several steps. A token waits at
+    most one step longer than in the frontend. So the gap is kept here only if steps are short.
     """
 
-    INBOXES_MAX = 256  # bounds `_sent_s`, because frontends restart under new inboxes
-    STEPS_MIN = 4  # steps in a gap; the gap gets longer by a quarter at most
+    INBOXES_MAX = 256  # largest size of `_sent_s`; a restarted frontend has a new inbox
+    STEPS_MIN = 4  # a step is short if a gap has room for 4: the gap grows by a quarter at most
 
     def __init__(self) -> None:
-        self._sent_s: dict[str, float] = {}  # inbox -> time of its latest message
+        self._sent_s: dict[str, float] = {}  # inbox -> begin of its current gap (monotonic)
 
     def is_due(
         self,
@@ -420,10 +424,10 @@ class MessagePace:
         now_s: float,
         update_sent_s: float = float("inf"),
     ) -> bool:
-        """Whether to send the latest and all waiting tokens now. `step_s`: 0: unknown, so True.
+        """Whether to send a stream's unsent tokens now. True if `step_s` is 0 (unknown).
 
-        `update_sent_s`: when this stream's latest tokens were sent. Engines report the tokens of a
-        step one request after the other, so a stream without tokens in this gap may still send.
+        `update_sent_s`: time of the stream's previous message. An engine may report a step's tokens
+        request by request, so each stream may send once in a gap.
         """
         is_short = 0 < step_s * self.STEPS_MIN <= its_gap_s
         sent_s = self._sent_s.get(inbox, float("-inf"))
@@ -436,13 +440,13 @@ class MessagePace:
 
 
 class Repliers:
-    """Threads that send replies: a reply blocks until Triton has taken it, and the engine's thread
-    must not wait."""
+    """Threads that send replies. Sending blocks until Triton has taken the reply, and the engine's
+    thread must not wait for that."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(REPLIERS, thread_name_prefix="replier")
         self._replies: set[Future[None]] = set()
-        begun = threading.Barrier(REPLIERS + 1)  # start all threads now instead of under load
+        begun = threading.Barrier(REPLIERS + 1)  # start all threads now, not under load
         for _ in range(REPLIERS):
             self._pool.submit(begun.wait)
         begun.wait()
@@ -453,7 +457,7 @@ class Repliers:
         future.add_done_callback(self._sent)
 
     def close(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the replies, then drop those that are not being sent."""
+        """Wait at most `timeout_s` for all replies, then drop replies that no thread has begun."""
         wait(list(self._replies), timeout=timeout_s)
         self._pool.shutdown(wait=False, cancel_futures=True)
 

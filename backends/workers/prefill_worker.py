@@ -1,19 +1,18 @@
 """The prefill worker: computes prompts, writes their KV to the store, and samples one token each.
 
-A prompt waits for pages, its cached prefix is loaded (prefix_loading.py), and the driver computes
-it together with others. The writer (kv_writer.py) copies its KV to the store during the
-computation. The worker replies after the last block is committed. Threads: the engine thread runs
-the engine loop (worker.py), loaders read prefixes, the writer writes KV.
+A prompt waits for pages. A loader then loads its cached prefix (prefix_loading.py), and the driver
+computes the other tokens, together with other prompts. During the computation, the writer
+(kv_writer.py) copies the KV to the store. The worker replies after the last block is committed.
+Threads: the engine's thread runs the engine loop (worker.py), loaders read, the writer writes KV.
 
-Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer.
-Exception: a prompt of few steps that is mostly cached is prefilled in chunks, if its pages fit
-(engine/batching/batching.py). For a layer-wise prompt, only the nodes and digests of its prefix
-blocks are looked up first. While a layer is computed, a loader reads the prefix's KV of the next
-layer into the layer ring buffers (engine/batching/layer_passes.py), from the local or a remote
-node. Layers from a remote node are written to the local node like computed ones. If a block is
-missing, the prompt starts again, and its prefix is first fetched to the local node.
+Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer. A
+loader reads the cached prefix's next layer while a layer is computed. The layer comes from the
+local or a remote node, and goes into layer ring buffers: room for three layers of each block
+(engine/batching/layer_passes.py). Layers from a remote node are also written to the local node. If
+a block is missing, the prompt starts again, and its prefix is first fetched to the local node.
+Exception: a short, mostly cached prompt is computed in chunks (engine/batching/batching.py).
 
-Not here: Triton (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
+Not here: Triton's API (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
-# Layer-wise attempts that may use the cached prefix. A further attempt computes the whole prompt.
+# Layer-wise attempts of a prompt that may use the cached prefix. The next one computes all tokens.
 TRACED_MAX = 3
 log = logging.getLogger(__name__)
 
@@ -72,8 +71,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.config = config
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
-        self._blocked: list[PrefillJob] = []  # wait for a block that another prompt produces
-        self._broken: list[PrefillJob] = []  # layer-wise, and the prefix lost a block
+        self._blocked: list[PrefillJob] = []  # each waits for a block that another prompt produces
+        self._broken: list[PrefillJob] = []  # layer-wise prompts whose prefix has lost a block
         self._nodes_read: set[str] = set()  # nodes from which a layer is being loaded
         store = self.process.store
         store.expect_threads(self.loaders)
@@ -83,7 +82,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             driver.engine.pages,
             config.block_tokens,
             config.chunk_tokens,
-            slots_max=config.kv_pages,  # each prompt takes a page at least: pages are the limit
+            slots_max=config.kv_pages,  # no limit beside the pages: a prompt takes at least one
             waiting_max=config.queue_requests_max,
             overhead_tokens=self.estimate.overhead_tokens,
             rings=self._rings,
@@ -99,7 +98,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._serve()
 
     def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
-        """Queue a prompt; the client is answered from another thread. Raises ServingError."""
+        """Queue a prompt. `client` gets the reply in another thread. Raises ServingError."""
         self.process.call_limits.check(request, ids)
         seed = chain_seed(self.process.fingerprint, cache_salt=request.cache_salt)
         put = BlockPut(
@@ -121,7 +120,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             put=put,
         )
         with self.lock:
-            # Under the lock: an engine failure after this check also fails this job.
+            # Under the lock, so that an engine failure after this check also fails this job.
             self.driver.check(job)
             self._refuse(job)
             key_s = now_s + request.place_s
@@ -132,7 +131,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 raise self._queue_full("prompts")
             job.queue_ahead = self.batching.ahead(request.request_id)
             self.jobs[request.request_id] = job
-            self._admit_waiting()  # at once, so that the prefix is loaded during the current step
+            self._admit_waiting()  # now, so that the prefix is loaded during the current step
             self.lock.notify_all()
 
     def report(self) -> WorkerReport:
@@ -180,8 +179,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self._loading.submit(self._load, job, self._bring_prefix)
 
     def _bring_prefix(self, job: PrefillJob) -> bool:
-        """Load the cached prefix, or locate it for layer-wise prefill. Loader thread. False: the
-        job is blocked by another prompt."""
+        """Load the cached prefix, or locate it for layer-wise prefill. False if the job is blocked
+        by another prompt. Loader's thread."""
         job.loading_from_s = started_s = time.monotonic()
         self.process.owners.hold(job.request_id, started_s, job.put.keys)
         if not job.is_leaving and not self._load_prefix(job):
@@ -190,7 +189,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def _load_prefix(self, job: PrefillJob) -> bool:
-        """False: the job is blocked, because another prompt produces its next missing block."""
+        """As `_bring_prefix`. A job is blocked while another prompt produces its next block."""
         put = job.put
         found = self._prefixes.find(put.keys, job.request_id)
         with self.lock:
@@ -214,7 +213,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             if copy.node_id == self.config.store_node
         }
         job.fetched_blocks, job.fetched_from = prefix.fetched_blocks, prefix.fetched_from
-        # The last token is always computed: its logits are needed for sampling.
+        # The last token is always computed, because its logits are needed for sampling.
         job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
         if job.layers is None:
             self.driver.engine.import_pages(put.pages[:blocks])
@@ -223,10 +222,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def _overtakes(self, job: PrefillJob, key: bytes) -> bool:
-        """True if the block's leader is layer-wise and after this job in the queue order.
+        """True if a layer-wise prompt produces the block, and is after this job in queue order.
 
-        A layer-wise leader completes all its blocks only when its last layer is computed. Computing
-        the block again is faster than waiting for the leader. The caller holds the lock.
+        A layer-wise prompt completes its blocks only with its last layer. Computing the block a
+        second time is faster than waiting for that. The caller holds the lock.
         """
         leader = self.jobs.get(self._single_flight.owner_of(key) or "")
         if leader is None or leader.layers is None:
@@ -239,7 +238,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self, job: PrefillJob, layers: LayeredJob, found: FoundPrefix, allowed: Fetching
     ) -> LayeredPrefix:
         """Locate the prefix of a layer-wise prompt. Only the first attempt reads layers from remote
-        nodes; the last one (TRACED_MAX + 1) uses no prefix."""
+        nodes. Attempt TRACED_MAX + 1 uses no prefix, so it cannot miss a block."""
         layers.attempts += 1
         if layers.attempts > TRACED_MAX:
             found, allowed = FoundPrefix([], []), Fetching()
@@ -250,10 +249,9 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return prefix
 
     def _load_layers_soon(self) -> None:
-        """Start loading each prompt's next layer, in queue order, one load per source node.
+        """Start loading each prompt's next layer, in queue order, with the lock held.
 
-        The layer that is needed first therefore has the node's whole bandwidth. The caller holds
-        the lock.
+        A node sends one layer at a time, so the layer that is needed first has all its bandwidth.
         """
         for request_id, layer in self.batching.layers_to_load():
             job = self.jobs[request_id]
@@ -267,7 +265,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def _load_layer(self, job: PrefillJob, layers: LayeredJob, layer: int) -> None:
         """Load one layer of the prefix into the ring buffers, and report it to the batching. If a
-        block is missing, the prompt starts again. Loader thread."""
+        block is missing, the prompt starts again. Loader's thread."""
         started_s, prefix, has_arrived = time.monotonic(), layers.prefix, False
         assert prefix is not None and job.put.rings is not None, job.request_id
         error: Exception | None = None
@@ -303,7 +301,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.lock.notify_all()
 
     def layer_stored(self, job: PrefillJob) -> None:
-        """The job's next layer is stored. Writer thread, after the tasks for this layer."""
+        """Report to the batching that the job's next layer is stored. Writer's thread."""
         with self.lock:
             if not self.has_left(job):
                 self.batching.layer_stored(job.request_id)
@@ -311,7 +309,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 self.lock.notify_all()
 
     def _begin_again(self, job: PrefillJob) -> None:
-        """Discard the job's computed tokens and slots, and load its prefix again. Called between
+        """Discard the job's computed tokens and slots, then load its prefix again. Called between
         two steps, with the lock held."""
         assert job.layers is not None, job.request_id
         log.info("a block of %s's prefix is missing: the prompt starts again", job.request_id)
@@ -322,8 +320,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.writer.then(lambda: self._load_soon(job))
 
     def _settle(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
-        """End the job's lead of `keys` (None: all its keys), whose blocks are stored or abandoned.
-        Retry the blocked prompts."""
+        """Record that the job no longer produces these blocks (None: all its blocks), because they
+        are stored or abandoned. Then retry the blocked prompts."""
         with self.lock:
             self._single_flight.settle(keys, job.request_id)
             blocked, self._blocked = self._blocked, []
@@ -334,8 +332,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
     # -- called by a driver
 
     def join_batch(self, job: PrefillJob) -> bool:
-        """Add a loaded job to the batching. False if the job was stopped, or has failed or left.
-        The caller holds the lock."""
+        """Start a loaded job in the batching. False if the job is leaving or has left. The caller
+        holds the lock."""
         if not self._may_join(job):
             return False
         prefix = job.layers.prefix if job.layers is not None else None
@@ -345,29 +343,28 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def settle_behind(self, job: PrefillJob, blocks: range | None) -> None:
-        """After the writer's queued tasks, end the job's lead of these blocks; None: of all."""
+        """Call `_settle` for these blocks (None: all) after the writer's queued tasks."""
         keys = None if blocks is None else job.put.keys[blocks.start : blocks.stop]
         self.writer.then(lambda: self._settle(job, keys))
 
     def send_first_token(self, job: PrefillJob, token_id: int) -> None:
-        """Send the first token to the frontend before the reply, unless the token can end the
-        output or the request has no reply inbox."""
+        """Send the first token to the frontend before the reply, if `first_token` allows it."""
         if message := job.first_token(token_id):
             self.process.outbox.send(job.request.reply_inbox, message)
 
     def answer(self, job: PrefillJob, token_id: int) -> None:
-        """The prompt is computed: reply after the writer's queued tasks."""
+        """Reply for a computed prompt, and remove it, after the writer's queued tasks."""
         self.writer.then(lambda: self._answer(job, token_id))
 
     def answer_early(self, job: PrefillJob, token_id: int) -> None:
-        """Reply after the writer's queued tasks, before all KV is stored.
+        """Reply after the writer's queued tasks, but keep the job until `over`.
 
-        The engines hand KV over themselves. Writing to the store continues until `over`.
+        For engines that hand KV over by themselves: writing to the store goes on after the reply.
         """
         self.writer.then(lambda: job.client.prefilled(token_id, self._reply(job)))
 
     def over(self, job: PrefillJob) -> None:
-        """After the writer's queued tasks, remove a job that `answer_early` replied to."""
+        """Remove a job that `answer_early` replied to, after the writer's queued tasks."""
         self.writer.then(lambda: self._forget(job, keep_leases=False))
 
     # -- leaving
@@ -378,11 +375,11 @@ class PrefillWorker(JobWorker[PrefillJob]):
             pages = self.batching.remove(job.request_id)
             self.driver.abort(job)
             left = functools.partial(self._left, job, pages)
-            # After the writer's last task for the job.
+            # `_left` must run after the writer's last task for the job.
             self.driver.behind(job, functools.partial(self.writer.then, left))
 
     def _left(self, job: PrefillJob, pages: list[int]) -> None:
-        """Send the job's error to its client; release pages, slots and leases. Writer thread."""
+        """Release pages, slots and leases, and send the error to the client. Writer's thread."""
         release = functools.partial(self.process.owners.release, job.request_id)
         self.driver.free(job, pages, release)
         self._settle(job, None)
@@ -392,7 +389,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         job.client.fail(job.error or job.put.error or Cancelled("the request was stopped"))
 
     def _answer(self, job: PrefillJob, token_id: int) -> None:
-        """Reply, or fail the job if a write failed. Writer thread, after the last commit."""
+        """Reply, or fail the job if a write failed. Writer's thread, after the last commit."""
         if job.put.error is not None:
             self.fail(job, job.put.error)
             return
@@ -406,8 +403,9 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return reply
 
     def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
-        """Remove a successful job and release its pages. Writer thread. False: the job has left or
-        failed. `keep_leases`: the leases stay for the decode worker."""
+        """Remove a successful job and release its pages. False if it has left or failed.
+
+        `keep_leases`: the leases stay for the decode worker. Writer's thread."""
         with self.lock:
             if self.has_left(job) or job.error is not None:
                 return False

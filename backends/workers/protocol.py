@@ -3,13 +3,13 @@
 *Calls* are requests to the models `prefill_*` and `decode_*` over gRPC (grpc_calls.py). Token ids
 are a tensor, all other fields one MessagePack string. `CallLimits` validates them in the worker.
 
-*Messages* go to the inbox of one process. Two processes may serve the same model name while a
-config.pbtxt reloads, so a name would not identify the receiver. There are messages to stop a
-request, to announce handed-over layers, to stream tokens (one message per frontend and step, see
-token_streams.py), for heartbeats of requests, and for the steps of a pipeline group with their
-hidden states. A lost message is harmless: an announcement only saves time, a stop is sent again, a
-gap in the tokens is detected, and a pipeline group starts a new epoch. An inbox drops messages
-without the secret of its launch (launch_secret.py).
+*Messages* go over ZeroMQ to the inbox of one process. While a config.pbtxt reloads, two processes
+serve the same model name, so a name would not identify the receiver. Messages stop a request,
+announce handed-over layers, stream tokens (token_streams.py), and report which requests are alive.
+Others carry the steps of a pipeline group: prefill workers that each compute some of the layers. A
+lost message is harmless: an announcement only saves time, a stop is sent again, a gap in the tokens
+is detected, and a pipeline group starts a new epoch (pipeline/group.py). An inbox drops messages
+without the secret that the processes of one launch or deployment share (launch_secret.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 """
@@ -31,161 +31,154 @@ from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX, Inbox, Outbox
 from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 
-# Tensors of the worker models.
+# Names of the worker models' tensors.
 REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
 REPLY_IDS, REPLY_BODY = "output_ids", "reply"
 
-# A parameter of each call. A release that changes the meaning of calls increments the version.
+# Each call has this parameter. A release that changes the meaning of calls increments the version.
 VERSION_PARAMETER, CALLS_VERSION = "protocol_version", 2
 
 REQUEST_ID_CHARACTERS_MAX = 256
-ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # this host's address for other hosts; unset: one host only
-LISTEN_VARIABLE = "MOONCAKE_LISTEN"  # the address to bind, if it differs
+ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # this host's address for other hosts; unset: single host
+LISTEN_VARIABLE = "MOONCAKE_LISTEN"  # the address to bind, if not MOONCAKE_ADDRESS
 PEERS_VARIABLE = "MOONCAKE_PEERS"  # addresses of the deployment's hosts, comma separated
 ANY_PEER = "*"  # an entry of MOONCAKE_PEERS: any host may join
-HEARTBEAT_S = 5.0  # interval between heartbeats of a waiting or running request
-GAP_S_MAX = 0.1  # largest gap between messages of a stream, for any number of streams
+HEARTBEAT_S = 5.0  # interval of a worker's Heartbeat messages
+GAP_S_MAX = 0.1  # upper bound of `gap_s`, for any number of streams
 
 
 class BlockRef(msgspec.Struct, frozen=True, array_like=True):
     """Location of block `index` of a request's KV in the store."""
 
     index: int
-    node_id: str
-    slot: int
-    generation: int
-    checksum: int
+    node_id: str  # storage node
+    slot: int  # in the node's memory segment
+    generation: int  # of the slot, which gets a new one at each use
+    checksum: int  # of the whole block; 0 if only some layers are written
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     """Compute the KV of input_ids and sample one token.
 
-    The first `prompt_tokens` of input_ids are the prompt. Further ones are output tokens that the
-    client already has, if the request resumes after a decode worker's failure.
+    The first `prompt_tokens` of input_ids are the prompt. If the request resumes after a decode
+    worker's failure, the output tokens that the client already has follow.
     """
 
-    request_id: str
+    request_id: str  # of this attempt; a further attempt has another id
     prompt_tokens: int  # 1 <= prompt_tokens <= len(input_ids)
     sampling: SamplingParams
-    cache_salt: str
-    fetch_blocks: int  # blocks that may be fetched from other nodes
-    decode_inbox: str  # inbox of the decode worker for announced layers; "": announce none
+    cache_salt: str  # part of the block keys, so that tenants share no KV
+    fetch_blocks: int  # blocks after the locally cached ones that other nodes may send
+    decode_inbox: str  # inbox of the decode worker for LayersReady; "": announce no layers
     reply_inbox: str  # inbox of the frontend for a FirstToken before the reply; "": send none
     reserve_tokens: int  # KV tokens for which the decode worker reserves pages
     # Queue order key minus arrival time, in s (conductor/queue_order.py).
     place_s: float = 0.0
-    is_resumed: bool = False  # it resumes after a failure: a full queue does not reject it
-    # Source nodes of the fetch: the conductor's choice, then its second choice. Other nodes are
-    # asked only for blocks that these lack or do not send.
+    is_resumed: bool = False  # True after a failed attempt: a full queue does not reject it
+    # Source nodes of the fetch: the conductor's choice, then its second choice. A block that these
+    # nodes lack or fail to send is fetched from any other node that has it.
     fetch_nodes: list[str] = []
     trace_id: str = ""  # for the worker's log
     near_blocks: int = 0  # leading blocks in the local node's memory at the conductor's decision
 
 
 class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
-    incarnation: str
-    cached_tokens: int
-    fetched_blocks: int
+    """The prompt's KV is stored, or handed over by `native`. The sampled token is a tensor."""
+
+    incarnation: str  # of the worker process
+    cached_tokens: int  # leading tokens whose KV was loaded instead of computed
+    fetched_blocks: int  # blocks that came from other nodes
     fetched_bytes: int
     blocks: list[BlockRef]  # all KV of the request; the last block may be partial
-    queue_s: float
-    load_s: float
+    queue_s: float  # time neither loading nor computing
+    load_s: float  # loading the cached prefix
     compute_s: float
-    put_s: float  # from the end of computation to the commit of the last block
-    queue_ahead: int = 0  # prompts before it in the queue order at its arrival
-    native: bytes = b""  # the engine's own hand-over data for the decode engine
+    put_s: float  # from the end of the computation to this reply
+    queue_ahead: int = 0  # prompts before this one in the queue order at its arrival
+    native: bytes = b""  # hand-over data of an engine that moves KV by itself; b"": use `blocks`
     fetched_from: dict[str, int] = {}  # node -> bytes fetched for this request
-    load_at_s: float = -1.0  # from the arrival to the start of loading; -1: unknown
+    load_at_s: float = -1.0  # from the arrival to the start of the latest load; -1: unknown
     compute_at_s: float = -1.0  # from the arrival to the start of the first chunk; -1: unknown
-    logprobs: list[TokenLogprobs] = []  # of the token, if requested
+    logprobs: list[TokenLogprobs] = []  # of the sampled token, if requested
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
-    """Continue after input_ids. The KV of all but the last is in `blocks`, or moved by `native`."""
+    """Decode the tokens after input_ids. The KV of all input_ids but the last is in `blocks`, or
+    the engines move it themselves (`native`)."""
 
-    request_id: str
-    prompt_tokens: int
+    request_id: str  # the same as in the attempt's PrefillRequest
+    prompt_tokens: int  # the further input_ids are output tokens
     sampling: SamplingParams
-    cache_salt: str
+    cache_salt: str  # as in PrefillRequest
     blocks: list[BlockRef]
     stream_interval: int  # tokens per message; 0: all tokens in the reply
     reply_inbox: str  # inbox of the frontend for messages before the reply
     tbt_slo_s: float = 0.0  # reject the request if a step with it would take longer; 0: no limit
     native: bytes = b""  # PrefillReply.native
-    is_resumed: bool = False  # it resumes after a failure: a full queue does not reject it
-    # Logprobs of the last token of input_ids, if requested. Text that may become a stop word is
-    # held back together with its tokens, so this worker may have to send them.
+    is_resumed: bool = False  # as in PrefillRequest
+    # Logprobs of the last of input_ids, if requested. That token is held back if its text may begin
+    # a stop word. Then this worker sends the token later, with these logprobs.
     first_logprobs: list[TokenLogprobs] = []
     trace_id: str = ""  # for the worker's log
-    priority: int = 0  # a higher priority waits less, and preempts lower ones if pages are short
-    # The frontend's limit on messages to all its clients. Tokens that it would delay are delayed
-    # here, where several cost one message. 0: no limit.
+    priority: int = 0  # a request of higher priority waits less, and may preempt lower ones
+    # Limit on the frontend's messages to all its clients, per second; 0: no limit. The worker also
+    # keeps the resulting gaps (`gap_s`), because one message then has the tokens of several steps.
     messages_per_s_max: float = 0.0
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
-    """The end of a request. Its remaining tokens are sent with it, as a tensor."""
+    """The end of a request. The tokens that no earlier message had are a tensor of the reply."""
 
     incarnation: str  # of the worker process
     tokens_before: int  # decoded tokens in messages before this reply
-    text: str
+    text: str  # of the reply's tokens; with the next two fields as in text_stream.OutputDelta
     context_ids: list[int]
     cut_bytes: int
-    finish_reason: str
-    queue_s: float = 0.0
+    finish_reason: str  # "end_id" | "stop_word" | "length" | "cancelled"
+    queue_s: float = 0.0  # from the arrival to the load of the handed-over KV
     load_s: float = 0.0
-    loaded_early_blocks: int = 0  # blocks read layer by layer before the request arrived
+    loaded_early_blocks: int = 0  # blocks complete in the pages when that load began
     read_bytes: dict[str, int] = {}  # transport -> bytes read for the request
-    logprobs: list[TokenLogprobs] = []  # of each remaining token, or empty
+    logprobs: list[TokenLogprobs] = []  # of each token in the reply, or empty
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
-    """Sent instead of a reply if the request failed; `message` is from errors.wire_message.
+    """Sent instead of a reply if the request failed. An error of Triton would have no class, and
+    Triton 2.51 may lose an error that follows other responses."""
 
-    A Triton error would lose its class, and with BLS an error after other responses is lost (2.51).
-    """
-
-    message: str
+    message: str  # of ServingError.wire_message, with the error's class
 
 
 class LayersReady(msgspec.Struct, frozen=True, tag="layers"):
-    """Layer `layer` of these blocks is in the store (prefill -> decode inbox).
-
-    `checksums[i]` is the checksum of the layer in blocks[i]. `layer` -1 announces whole blocks, and
-    the checksums are in the BlockRefs.
-    """
+    """One layer of these blocks is in the store (prefill worker -> decode worker)."""
 
     request_id: str
-    kv_tokens: int
-    reserve_tokens: int
-    layer: int
+    kv_tokens: int  # tokens of the request whose KV the prefill worker hands over
+    reserve_tokens: int  # KV tokens for which the decode worker reserves pages
+    layer: int  # -1: all layers, and the checksums are in the BlockRefs
     blocks: list[BlockRef]
-    checksums: list[int]
+    checksums: list[int]  # of the layer in each of `blocks`; empty if `layer` is -1
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Stop a request, also one that arrives only later (frontend -> worker)."""
+
     request_id: str
-    reason: str
+    reason: str  # for the reader of a captured message; the worker does not use it
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
-    """Reject new requests, or with `is_on` false accept them again (operator -> worker).
+    """Begin or end the drain of a worker (operator -> worker)."""
 
-    `moves`: the worker's requests fail with WorkerGone, so that they resume on other workers.
-    """
-
-    is_on: bool
-    moves: bool = False
+    is_on: bool  # True: reject new requests; False: accept them again
+    moves: bool = False  # True: also fail current requests, so that they resume on other workers
 
 
 class TakeRole(msgspec.Struct, frozen=True, tag="take_role"):
-    """Finish all requests, then register as a worker of this role (frontend -> worker).
-
-    Only for the named incarnation: a worker that has changed its role has a new one.
-    """
+    """Finish all requests, then register as a worker of this role (frontend -> worker)."""
 
     role: str  # "prefill" | "decode"
-    incarnation: str
+    incarnation: str  # of the receiver; a receiver that has restarted or changed its role differs
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -194,7 +187,7 @@ class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     tokens_before: int  # tokens in earlier messages of this request; a gap shows a lost message
     token_ids: list[int]
-    text: str
+    text: str  # of token_ids; with the next two fields as in text_stream.OutputDelta
     context_ids: list[int]
     cut_bytes: int
     logprobs: list[TokenLogprobs] = []  # of each token, or empty
@@ -215,8 +208,8 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first"):
 
     request_id: str
     token_id: int
-    cached_tokens: int
-    logprobs: list[TokenLogprobs] = []
+    cached_tokens: int  # as in PrefillReply
+    logprobs: list[TokenLogprobs] = []  # of the token, if requested
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
@@ -232,40 +225,40 @@ class GroupBegins(msgspec.Struct, frozen=True, tag="group"):
     The stage finishes or drops all work of earlier epochs, and then sends StageBeat.
     """
 
-    epoch: str
+    epoch: str  # also in every later message of this epoch; messages of other epochs are dropped
     first_inbox: str  # inbox of stage 0
     next_inbox: str  # inbox of the next stage; "" for the last stage
     chunk_tokens: int  # tokens of the longest step
 
 
 class StageBeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Heartbeat of a pipeline stage with its epoch; "": none, it missed a step (-> stage 0)."""
+    """Heartbeat of a pipeline stage (-> stage 0)."""
 
-    epoch: str
-    stage: int
+    epoch: str  # "": the stage is in no epoch, for example because it missed a step
+    stage: int  # number of the sender, 1 or more
     incarnation: str
 
 
 class PrefixWanted(msgspec.Struct, frozen=True, tag="prefix_wanted"):
-    """Request to read a stage's layers of these blocks into these pages (stage 0 -> each other)."""
+    """Read the receiver's layers of cached blocks into its pages (stage 0 -> each other stage)."""
 
     epoch: str
-    number: int
+    number: int  # of this load; PrefixLoaded repeats it
     copies: list[Copy]
-    pages: list[int]
+    pages: list[int]  # pages[i] is for copies[i]; the same in every stage
 
 
 class PrefixLoaded(msgspec.Struct, frozen=True, tag="prefix_loaded"):
-    """`blocks` leading blocks are in the pages; no later write will follow (-> stage 0)."""
+    """Answer to PrefixWanted: the load has ended, and nothing writes the pages any more."""
 
     epoch: str
     stage: int
     number: int
-    blocks: int
+    blocks: int  # leading blocks that are in the pages
 
 
 class SampleInputs(msgspec.Struct, frozen=True, array_like=True):
-    """Inputs for sampling in the last stage, for a prompt that a step completes."""
+    """Inputs of the last stage for sampling, if a step completes a prompt."""
 
     sampling: SamplingParams
     prompt_ids: bytes  # int32
@@ -276,23 +269,23 @@ class StageWork(msgspec.Struct, frozen=True, array_like=True):
     """One chunk of a step, and the slots for the KV of the blocks that it completes."""
 
     request_id: str
-    start: int
+    start: int  # position of the chunk's first token in the prompt
     tokens: int
-    pages: list[int]
-    kv_tokens: int
+    pages: list[int]  # of blocks 0 to the chunk's last one
+    kv_tokens: int  # this and the next two fields are for LayersReady messages
     reserve_tokens: int
     decode_inbox: str
     slots: list[tuple[int, Slot]]  # (block, slot) of each completed block that the store lacks
-    last: SampleInputs | None = None
+    last: SampleInputs | None = None  # None: the chunk is not its prompt's last
 
 
 class StageStep(msgspec.Struct, frozen=True, tag="step"):
-    """A step of a pipeline group (stage -> next stage); hidden states are attached to it."""
+    """A step of a pipeline group (stage -> next stage). Its hidden states are attached."""
 
     epoch: str
-    number: int  # consecutive within an epoch
+    number: int  # 0, 1, 2, ... within an epoch
     works: list[StageWork]
-    error: str = ""  # error of an earlier stage: nothing is attached, nothing is computed
+    error: str = ""  # error of an earlier stage: no hidden states, and nothing to compute
 
 
 class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
@@ -300,7 +293,7 @@ class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
 
     epoch: str
     number: int
-    token_ids: list[int]  # of each chunk; -1 unless the chunk is its prompt's last
+    token_ids: list[int]  # of each chunk; -1 if it is not its prompt's last, or failed
     errors: list[str]  # of each chunk; "" if it succeeded
     logprobs: list[list[TokenLogprobs]] = []  # of each chunk's token, or empty
 
@@ -346,13 +339,13 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def gap_s(streams: int, messages_per_s_max: float) -> float:
-    """Gap between two messages of a stream, if the frontend has that many. The rate is above 0."""
+    """Least time between two messages of each of `streams`, to keep the total rate (above 0)."""
     return min(streams / messages_per_s_max, GAP_S_MAX)
 
 
 def inbox_address(name: str) -> str:
-    """Address for an inbox of this process: a socket of this launch, or with several hosts any free
-    port of this host's address."""
+    """Address to bind for an inbox of this process: a Unix socket on a single host, any free TCP
+    port of this host's address in a deployment of several hosts."""
     if host := os.environ.get(ADDRESS_VARIABLE):
         return f"tcp://{host}:0"
     folder = os.environ["MOONCAKE_SOCKETS"]
@@ -362,7 +355,7 @@ def inbox_address(name: str) -> str:
 
 
 def inbox_prefixes() -> tuple[str, ...]:
-    """Prefixes of the inbox addresses of this launch or deployment."""
+    """Every inbox address of this launch or deployment begins with one of these prefixes."""
     if not os.environ.get(ADDRESS_VARIABLE):
         return (f"ipc://{os.environ['MOONCAKE_SOCKETS']}/",)
     peers = os.environ.get(PEERS_VARIABLE, "").split(",")
@@ -373,7 +366,7 @@ def inbox_prefixes() -> tuple[str, ...]:
 
 
 def check_version(given: object) -> None:
-    """Raises WorkerGone for a call of another version: the frontend retries on another worker."""
+    """Raises WorkerGone for a call of another version, so that another worker is tried."""
     version = given if isinstance(given, int) else 0  # the first releases sent no version
     if version != CALLS_VERSION:
         raise WorkerGone(
@@ -415,10 +408,10 @@ def open_outbox() -> WorkerOutbox:
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Limits of a worker on calls.
+    """What a worker accepts in a call.
 
-    The frontend validates clients' requests. A worker validates again before a call joins a batch,
-    because a value that the engine cannot handle would fail all requests of the batch.
+    The frontend has validated the request already. The worker validates again, because a value that
+    the engine cannot handle would fail all requests of a batch.
     """
 
     context_tokens_max: int  # largest number of prompt and output tokens
@@ -426,7 +419,7 @@ class CallLimits:
     inboxes: tuple[str, ...] = ("",)  # allowed prefixes of inbox addresses
 
     def check(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray) -> None:
-        """Raises InvalidRequest with every reason."""
+        """Raises InvalidRequest with all problems of the request."""
         if found := list(self._problems(request, ids)):
             raise InvalidRequest("; ".join(found))
 
