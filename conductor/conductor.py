@@ -2,21 +2,21 @@
 
 The conductor holds all decision state, reads no clock and does no I/O. The same class therefore
 runs in the frontend's process and in the simulator. The caller (ClusterView, or the simulator)
-serialises the calls and carries out the results. Threads may read their clocks before they take the
-lock, so `now_s` is raised to the largest value so far.
+serialises the calls with a lock and carries out the results. A thread may read the clock before it
+takes the lock, so a `now_s` below the largest value so far is raised to that value.
 
     on_snapshot, on_events, on_silence         directory state, its changes, gaps without events
     on_arrival                                 checks tenant limits before parsing
-    on_charged                                 counts one request of a tenant
+    on_charged                                 counts an invalid or tokenising request of a tenant
     on_request                                 a Route or a Reject; a route is reserved at once
     on_prefill_finished                        the load moves from the prefill to the decode worker
     on_finished                                done, failed or cancelled: reservations are dropped
     on_used                                    unused tokens return to the limit of the tenant
-    on_worker_failed                           excluded until the next report, at most failed_mark_s
-    on_worker_reached                          no network path: excluded until there is one
-    on_worker_refused                          full until the next report, at most overload_mark_s
+    on_worker_failed                           excludes a worker after a failed call
+    on_worker_reached                          excludes a worker without a network path
+    on_worker_refused                          marks a decode worker as full after a refusal
     on_routed_elsewhere, take_notes            notes received from and sent to other frontends
-    on_tick                                    housekeeping; suggested replications of hot prefixes
+    on_tick                                    expires old state; suggests copies of hot prefixes
     propose_flip                               a worker that should change its role
 """
 
@@ -80,7 +80,7 @@ from mooncake_store.records.events import (
 
 @dataclass(slots=True)
 class _Totals:
-    """Counters that ConductorStats shows."""
+    """Counters of ConductorStats, where their meaning is described."""
 
     requests: int = 0
     routed: int = 0
@@ -112,7 +112,7 @@ class Conductor:
         self._gate = Gate(config)
         self._balance = None if config.role_flips == "off" else RoleBalance(self._cluster)
         is_reserved = LOAD_POLICIES[config.admission] is load_reserved
-        self._loads = None if is_reserved else decode_loads  # None: the pools' reserved columns
+        self._loads = None if is_reserved else decode_loads  # None: columns of the reserved loads
         self._compiled = CompiledDecision.of(self._cluster)
         self._now_s = float("-inf")
         self._totals = _Totals()
@@ -141,7 +141,7 @@ class Conductor:
         self.on_events([WorkerReported(report) for report in snapshot.reports], now_s)
 
     def on_events(self, events: Iterable[Event], now_s: float) -> None:
-        """Apply events in order. Consecutive block events of one type and node are one batch."""
+        """Apply events in order. Consecutive block events of one type and node are batched."""
         now_s = self._advance(now_s)
         kind: type[BlockAdded] | type[BlockRemoved] = BlockAdded
         node_id = ""  # of the collected block events
@@ -185,7 +185,7 @@ class Conductor:
         self._hotspots.arrived(keys, node_id)
 
     def on_silence(self, seconds: float, now_s: float) -> None:
-        """Extend all report deadlines by `seconds`, in which the directory was silent."""
+        """Extend all report deadlines by `seconds`, during which the directory sent no events."""
         self._cluster.excuse(seconds, self._advance(now_s))
 
     def _node_down(self, node_id: str, incarnation: str) -> None:
@@ -253,7 +253,7 @@ class Conductor:
 
     def explain(self, request: Request, now_s: float, count_max: int | None = None) -> Explanation:
         """The chosen pair and then the others by TTFT, at most `count_max` (None: all), with their
-        terms and the verdict on each. Empty without a pair. Reserves and counts nothing."""
+        terms and the verdict on each. Empty if a role has no usable worker. Reserves nothing."""
         now_s = max(now_s, self._now_s)
         options = self._options(request, now_s)
         if isinstance(options, Reject):
@@ -279,7 +279,7 @@ class Conductor:
         return Explanation(tuple(candidates), len(ranked) - shown)
 
     def _options(self, request: Request, now_s: float) -> Options | Reject:
-        """The predicted times of each eligible worker, or the rejection if a role has none."""
+        """The predicted times of each usable worker, or the rejection if a role has none."""
         cluster, excluded = self._cluster, request.excluded_workers
         tokens, prefills, decodes = request.prompt_tokens, cluster.prefills, cluster.decodes
         cluster.look(now_s)
@@ -353,8 +353,8 @@ class Conductor:
     def _learn(
         self, routed: InFlightRequest, cached_tokens: int, seconds: float | None, now_s: float
     ) -> None:
-        """Record prediction errors of prefill time and of TTFT. TTFT here ends with prefill,
-        without the hand-over."""
+        """Record the errors of the predicted prefill time and TTFT, and the prefill worker's speed.
+        The TTFT here ends with the prefill, so it excludes the hand-over."""
         predicted = routed.route.predicted
         predicted_s, took_s = predicted.ttft_s - predicted.handover_s, now_s - routed.routed_at_s
         self._ttft_errors.add(predicted_s, took_s)
@@ -376,8 +376,8 @@ class Conductor:
                 self._balance.demand.ended(output_tokens, now_s)
 
     def on_used(self, request_id: str, now_s: float, tokens: int) -> None:
-        """All attempts have ended. Charged tokens beyond `tokens` (prompt and output tokens used)
-        return to the tenant's limit. `request_id`: id of the attempt that was charged."""
+        """Return unused tokens to the tenant's limit, after all attempts of a request have ended.
+        `tokens`: prompt and output tokens used. `request_id`: of the attempt that was charged."""
         now_s = self._advance(now_s)
         usage = self._quotas.ended(request_id, tokens, now_s)
         if usage is not None and self._others:
@@ -394,21 +394,21 @@ class Conductor:
         return routed
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """Exclude the worker until a report over report_lag_s later, at most for failed_mark_s."""
+        """Exclude the worker for failed_mark_s, or until a report over report_lag_s from now."""
         now_s = self._advance(now_s)
         self._cluster.worker_failed((worker_id, incarnation), now_s)
 
     def on_worker_reached(
         self, worker_id: str, incarnation: str, is_reached: bool, now_s: float
     ) -> None:
-        """Exclude the worker while this frontend has no network path to it."""
+        """Exclude the worker while `is_reached` is False: this frontend has no path to it."""
         self._advance(now_s)
         self._cluster.worker_reached((worker_id, incarnation), is_reached)
 
     def on_worker_refused(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """A decode worker rejected an arriving request (arrival_check.py). The worker counts as
-        full until a report over report_lag_s later, an empty batch, or the end of overload_mark_s.
-        """
+        """Mark a decode worker as full, because it rejected an arriving request (arrival_check.py).
+        The mark ends after overload_mark_s, or with a report over report_lag_s from now. While the
+        batch is empty, the mark does not count."""
         now_s = self._advance(now_s)
         self._cluster.worker_refused((worker_id, incarnation), now_s)
         self._gate.decode_was_short()
@@ -420,15 +420,15 @@ class Conductor:
         now_s = self._advance(now_s)
         if batch.frontend != self._noted.frontend:
             if self._others.on_batch(batch, now_s):
-                offset_s = now_s - batch.sent_s  # that clock to this one; assumes no delivery delay
+                offset_s = now_s - batch.sent_s  # sender's clock to this one; assumes no delay
                 for usage in batch.usage:
                     self._quotas.used_elsewhere(usage, usage.at_s + offset_s, now_s)
             if self._balance is not None:
                 self._balance.on_batch(batch, now_s)
 
     def take_notes(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
-        """A batch of notes for the other frontends; an empty batch is a heartbeat. A batch that the
-        caller does not send is lost."""
+        """The `count_max` oldest notes for the other frontends; an empty batch is a heartbeat. A
+        batch that the caller does not send is lost."""
         now_s = self._advance(now_s)
         return self._noted.take(now_s, count_max, self._gate.wanted_of(now_s), is_last)
 
@@ -469,10 +469,10 @@ class Conductor:
     def on_tick(
         self, now_s: float, held: Callable[[], Collection[str]] = frozenset
     ) -> list[Replicate]:
-        """Called about twice a second. Suggestions that are not carried out are made again.
+        """Expire old state, and suggest copies of hot prefixes. To be called about twice a second.
 
-        `held`: request ids of the attempts that the frontend still holds. These attempts are kept
-        although they are older than request_s_max.
+        A suggestion that is not carried out is repeated after replicate_s_max. `held`: request ids
+        of the attempts that the frontend still holds. They do not expire after request_s_max.
         """
         now_s = self._advance(now_s)
         self._gate.margin.fade(now_s)
@@ -503,7 +503,8 @@ class Conductor:
         return self._hotspots.hottest(self._tiers.dram, self._advance(now_s), count_max)
 
     def propose_flip(self, now_s: float) -> RoleFlip | None:
-        """Called about twice a second. None: no flip now. Of several frontends, one proposes."""
+        """A worker that should change its role now, or None. To be called about twice a second.
+        Only one of several frontends proposes."""
         now_s = self._advance(now_s)
         if self._balance is None:
             return None
@@ -531,7 +532,7 @@ class Conductor:
         )
 
     def status(self, now_s: float) -> list[WorkerStatus]:
-        """The state of every known worker in the conductor."""
+        """The state of every known worker, ordered by name and incarnation."""
         now_s = max(now_s, self._now_s)
         found = []
         for _, worker in sorted(self._cluster.workers.items()):

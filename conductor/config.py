@@ -1,6 +1,6 @@
 """Options of the conductor, with the reason for each default.
 
-The fields are flat, so that a shell reads them from `parameters` of config.pbtxt, and a simulator
+The fields are flat. The frontend reads them from `parameters` of config.pbtxt, and the simulator
 sweeps them. `problems` lists all invalid values at once, each with its remedy.
 
 Not here: options of the frontend (requests in flight, tokenizer) and of workers (chunk size).
@@ -24,7 +24,7 @@ CHOICES = {
     "queue_order": ("fifo", "shortest_first"),
     "role_flips": ("off", "dry_run", "on"),
 }
-OVERLOAD_STRETCH = 20.0  # with this stretch nearly all prompts reach the bound
+OVERLOAD_STRETCH = 20.0  # queue_stretch under overload: nearly all prompts reach the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +42,22 @@ class ConductorConfig:
     # none: no service level is checked. See admission.py.
     admission: str = "reserved"
     low_priority_load_max: float = 0.8  # share of an SLO up to which priority < 0 is admitted
-    # Under overload, the requests to reject so that the others keep their limits. fair_share: the
-    # costliest first, with a floor for each class of prompt length and a share for each tenant.
-    # limit: none before it exceeds a limit, as in the paper. See fair_share.py.
+    # The requests to reject under overload. fair_share: the costliest first, with a floor for each
+    # class of prompt length and a share for each tenant (fair_share.py). limit: only requests that
+    # exceed a limit, as in the paper.
     shedding: str = "fair_share"
-    # Queue under overload, as a share of ttft_slo_s. The remaining time is for bursts, for
-    # overtaking and for errors of prediction.
+    # Length of the prefill queues that is kept under overload, as a share of ttft_slo_s. The
+    # remaining time is for bursts, for overtaking and for errors of prediction.
     backlog_share: float = 0.4
-    length_share_min: float = 0.5  # floor of a class: its admitted share / that of all classes
+    length_share_min: float = 0.5  # floor: admitted share of a length class / that of all classes
     priority_weight: float = 8.0  # one level of priority outweighs this factor of work
     tenant_shares: str = ""  # weights such as "a:2,b:1"; other tenants have weight 1
     demand_half_life_s: float = 60.0  # decay of offered and admitted work
-    # Quantile of actual / predicted TTFT that divides the limit; 0: no margin (measured.py).
+    # The TTFT limit is divided by this quantile of actual / predicted; 0: no margin (measured.py).
     ttft_margin_quantile: float = 0.9
-    decode_room_sigma: float = 1.0  # standard deviations added to predicted batches
-    # Share of the expected arrivals for which room is kept. 0: a slow prefill books room before all
-    # later requests. 1: few long prompts are admitted under overload (load/decode_forecast.py).
+    decode_room_sigma: float = 1.0  # standard deviations added to batches by predictive_lengths
+    # Share of the expected arrivals (requests that come later and decode earlier) for which room is
+    # kept. At 0 a slow prefill takes room from them. At 1 overload admits few long prompts.
     expected_arrivals_share: float = 0.7
     overload_mark_s: float = 2.0  # time for which a decode worker counts as full after a refusal
     retry_after_s_min: float = 0.5  # an earlier retry only adds load
@@ -66,24 +66,25 @@ class ConductorConfig:
     # Routing. kvcache_centric is Algorithm 1 of the paper. cache_aware, load_balance and random are
     # its comparisons. adaptive also counts the cost to other requests. See policies.py.
     policy: str = "kvcache_centric"
-    # kvcache_centric: fetch a run that is more than this times the local run, if the fetch is
-    # predicted to be faster (fetch_must_pay). adaptive compares the times instead (fetching.py).
+    # kvcache_centric fetches if another node has more than this times the cached leading blocks of
+    # the worker's node. adaptive compares the times instead (fetching.py).
     kvcache_balancing_threshold: float = 1.5
-    fetch_must_pay: bool = True
+    fetch_must_pay: bool = True  # kvcache_centric: and if the fetch is predicted to be faster
     tie_ratio: float = 0.02  # relative difference up to which predictions are equal
     tie_s: float = 0.001  # absolute difference up to which predictions are equal
     # Time in which a new worker's share of requests grows; 0: full share at once.
     slow_start_s: float = 30.0
     finalists_max: int = 4  # nodes of prefill workers for which a decode partner is searched
-    output_tokens_expected: int = 128  # upper bound of the decode steps in a pair's cost
+    # Upper bound of the decode steps in a pair's cost, and median of output lengths before any.
+    output_tokens_expected: int = 128
     decode_s_expected: float = 10.0  # initial mean decode time of a request; then measured
     learn_speed: bool = True  # scale a worker's estimates by its measured speed ratio
 
     # Order of a prefill worker's queue (queue_order.py). Workers and conductor must agree.
     queue_order: str = "shortest_first"
-    queue_stretch: float = 2.0  # seconds of queueing per second of predicted work
-    # A request that arrives so much later never overtakes. Under overload, the bound is the queue
-    # that is kept (backlog_share).
+    queue_stretch: float = 2.0  # seconds added to an order key per second of predicted work
+    # No request overtakes another one that arrived more than these seconds before it. Under
+    # overload, the bound is at most backlog_share * ttft_slo_s.
     queue_wait_s_max: float = 30.0
     # A shorter prompt interrupts a running one between two chunks, as in this project's engine.
     # False for engines that finish a prompt once begun.
@@ -96,15 +97,14 @@ class ConductorConfig:
     ssd_bytes_per_s: float = 1e9  # restoring from an SSD, measured on a virtual disk; NVMe 3e9
 
     # Liveness. Workers report every 0.5 s.
-    report_s_max: float = 3.0  # six missed reports: no new requests
+    report_s_max: float = 3.0  # silence after which a worker gets no requests: six reports missed
     report_lag_s: float = 0.2  # a request routed so shortly before a report may be missing in it
     # Silence after which another frontend is dropped; its requests are then known from reports
     # only. Each frontend sends notes every second.
     frontend_silent_s_max: float = 3.0
-    failed_mark_s: float = 10.0  # after a failed call, unless a report comes earlier
-    # Age at which an unfinished request is dropped, if its frontend does not hold it any more. A
-    # request that lost its workers is retried for this time without a decoded token, unless its
-    # client set a timeout.
+    failed_mark_s: float = 10.0  # no requests to a worker after a failed call, unless it reports
+    # Age at which an unfinished request is dropped, if its frontend does not hold it any more.
+    # Without a client's timeout, a request is also retried for at most this time without a token.
     request_s_max: float = 600.0
 
     # Whether workers change roles after a lasting change of the load. dry_run: proposals are only
@@ -114,13 +114,13 @@ class ConductorConfig:
     # Memory and hot spots.
     index_blocks_max: int = 4_000_000  # about 100 B each; beyond, the oldest blocks are dropped
     replicate: bool = True
-    hot_hits_per_s: float = 1.0  # per copy; above it one more copy is suggested
+    hot_hits_per_s: float = 1.0  # hits per copy from which one more copy is suggested
     hot_half_life_s: float = 60.0  # decay of hits
     hot_keys_max: int = 65_536  # counted block keys; beyond, the coldest are dropped
     hot_copies_max: int = 4  # copies of a hot block, including the first
     hot_blocks_per_tick_max: int = 64  # blocks suggested per tick
     hot_blocks_in_flight_max: int = 256  # blocks suggested and not arrived yet
-    hot_target_blocks_max: int = 128  # of hot_blocks_in_flight_max, to one target
+    hot_target_blocks_max: int = 128  # blocks suggested and not arrived yet, to one node
     replicate_s_max: float = 30.0  # time after which a suggestion counts as not carried out
 
     @property
@@ -132,9 +132,9 @@ class ConductorConfig:
 
     @property
     def overload_order(self) -> QueueOrder:
-        """The order while overload is shed: nearly first come, first served. Only the shortest
-        prompts overtake, since they delay others little. A request that arrives later than the time
-        of the queue that is kept never overtakes."""
+        """The order while requests are shed: nearly first come, first served. Only the shortest
+        prompts overtake, since they delay others little. The target length of the queue bounds how
+        much later a request may arrive and still overtake."""
         if self.queue_order == "fifo":
             return FIFO
         wait_s_max = min(self.queue_wait_s_max, self.backlog_share * self.ttft_slo_s)
@@ -146,7 +146,7 @@ class ConductorConfig:
         return 0.0 if self.advisory or self.admission == "none" else self.tbt_slo_s
 
     def tbt_limit_s(self, priority: int) -> float:
-        """Limit of the predicted time between tokens at this priority."""
+        """Limit of the predicted time between tokens, in seconds, at this priority."""
         return self.tbt_slo_s * (self.low_priority_load_max if priority < 0 else 1.0)
 
     def problems(self) -> list[str]:

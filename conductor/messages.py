@@ -29,41 +29,42 @@ class Request:
     prompt_tokens: int  # > 0
     block_keys: Sequence[bytes]  # full blocks only; block key i names blocks 0..i of this prompt
     output_tokens_max: int  # max_tokens of the client, >= 0
-    # Below 0: lower limits (low_priority_load_max). Above 0: no margin for errors (admission.py).
+    # Below 0: service levels are multiplied by low_priority_load_max. Above 0: the TTFT limit has
+    # no margin for prediction errors. Fair shares prefer a higher priority (fair_share.py).
     priority: int = 0
     # (worker_id, incarnation) of workers on which an attempt failed; a retry excludes them.
     excluded_workers: frozenset[tuple[str, str]] = frozenset()
-    tenant: str = ""  # has a share under overload, see fair_share.py
+    tenant: str = ""  # has a share of the capacity under overload (fair_share.py)
     is_resumed: bool = False  # admitted before, then lost its workers; never rejected for load
-    # Limits of its tenant. None without limits, and for further attempts of a counted request.
+    # Limits of the tenant. None: no limits, or a further attempt of a request already counted.
     limits: TenantLimits | None = None
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerRef:
-    """Address of a worker: its name and incarnation, its node, inbox and Triton."""
+    """Name and addresses of a worker."""
 
-    worker_id: str
-    incarnation: str
-    node_id: str
-    inbox: str
-    grpc_address: str = ""
+    worker_id: str  # its name
+    incarnation: str  # random name of one start of its process
+    node_id: str  # storage node whose memory it maps
+    inbox: str  # ZeroMQ address for messages
+    grpc_address: str = ""  # HOST:PORT of its Triton; "" without one
 
 
 class Prediction(NamedTuple):
-    """The predicted terms of one pair. ttft_s is the sum of the four terms above it."""
+    """The predicted terms of one pair of workers. ttft_s is the sum of the four terms above it."""
 
     queue_s: float  # prefill work that runs before this request
-    # Fetching and restoring. adaptive: only the part that overlaps neither queueing nor computing.
+    # Fetching blocks from another node, and restoring blocks from the SSD of the worker's node.
+    # Policy adaptive: only the part that overlaps neither with the queue nor with the computation.
     transfer_s: float
     prefill_s: float  # computing the tokens that are not cached
     handover_s: float  # transfer of the prompt's KV cache to the decode worker
     ttft_s: float
     tbt_s: float  # one decode step with this request, at the load that the admission policy assumes
-    decode_sequences: float  # requests in that step
+    decode_sequences: float  # requests in the batch of that step, this one included
     delay_s: float = 0.0  # sum of the delays of the queued requests that this request overtakes
-    # The part of prefill_s in which the last chunk passes the later stages of a pipeline group.
-    fill_s: float = 0.0
+    fill_s: float = 0.0  # part of prefill_s after the slowest stage of a pipeline group has ended
     eviction_cost_s: float = 0.0  # cost to later requests of the blocks that the fetch evicts
 
 
@@ -71,39 +72,38 @@ class Prediction(NamedTuple):
 class Reject:
     """The request is rejected. Programs read `kind`, people read `reason`.
 
-    Kinds: no_prefill_worker, no_decode_worker (no worker takes requests), too_large (exceeds every
-    worker), prefill_full, decode_full (bounded queues and batches), ttft_slo, tbt_slo (a prediction
-    exceeds its limit), fair_share (shed under overload), request_rate, token_rate, tenant_full
-    (limits of its tenant).
+    no_prefill_worker, no_decode_worker     no worker of the role can take the request now
+    too_large                               too long for every worker, or for tokens_per_minute
+    prefill_full, decode_full               no queue or no batch has room
+    ttft_slo, tbt_slo                       a prediction exceeds its limit
+    fair_share                              rejected under overload to keep the load fair
+    request_rate, token_rate, tenant_full   limits of the tenant
     """
 
     request_id: str
     kind: str
     reason: str
-    predicted: Prediction | None  # of the best pair; None without a pair
+    predicted: Prediction | None  # of the best pair; None: rejected before pairs were compared
     retry_after_s: float  # too_large: 0.0, because a retry cannot help
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The destination of a request, and the predictions for it.
-
-    `order_key_s` is its order key in the prefill queue (queue_order.py), on the clock of
-    `on_request`'s `now_s`. The worker has another clock, so it gets the seconds from now to the
-    order key.
-    """
+    """The destination of a request, and the predictions for it."""
 
     request_id: str
     prefill: WorkerRef
     decode: WorkerRef
     cached_tokens: int  # expected at the prefill worker, including the fetched blocks
     local_blocks: int  # leading blocks in DRAM or on the SSD of the prefill worker's node
-    fetch_blocks: int  # blocks local_blocks .. local_blocks + fetch_blocks come from fetch_node
-    fetch_node: str | None
+    fetch_blocks: int  # number of blocks after local_blocks that fetch_node sends
+    fetch_node: str | None  # None: nothing is fetched
     predicted: Prediction
     advice: Reject | None = None  # advisory mode: the rejection that was not applied
+    # Order key in the prefill queue (queue_order.py), on the clock of `on_request`'s `now_s`. The
+    # frontend sends a worker the seconds from now to the order key, because clocks differ.
     order_key_s: float = 0.0
-    restore_blocks: int = 0  # the last ones of local_blocks, which are on the node's SSD
+    restore_blocks: int = 0  # the last blocks of local_blocks, which are on the node's SSD
     second_fetch_node: str | None = None  # fetched from if fetch_node fails
 
     @property
@@ -133,7 +133,7 @@ class RoleFlip:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One pair, as `Conductor.explain` shows it."""
+    """One pair of workers, as `Conductor.explain` shows it."""
 
     prefill: WorkerRef
     decode: WorkerRef
@@ -148,7 +148,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The chosen pair, the next ones by TTFT, and the number of others. Empty without any pair."""
+    """The chosen pair, then others by TTFT, and the number left out. Empty without any pair."""
 
     candidates: tuple[Candidate, ...]
     left_out: int
@@ -162,8 +162,8 @@ class WorkerStatus:
     role: str
     takes_requests: bool
     why_not: str  # "" when it takes requests
-    queue_s: float  # prefill: predicted work at the calibrated speed; decode: 0
-    requests: float  # prefill: reserved or unattributed; decode: in the batch
+    queue_s: float  # prefill: seconds of predicted work at the calibrated speed; decode: 0
+    requests: float  # prefill: waiting or running; decode: in the batch
     speed_ratio: float  # measured / estimated seconds; 1.0 is as calibrated
     pipeline_stages: int = 1  # of its pipeline group, if this prefill worker is stage 0
 
@@ -172,7 +172,7 @@ class WorkerStatus:
 class HeatClass:
     """Hot blocks with similar hit rates, and the number of their copies in DRAM."""
 
-    heat: int  # lower bound of hits per second of each block, in units of hot_hits_per_s
+    heat: int  # least hits per second of a block in this class, in units of hot_hits_per_s
     blocks: int
     copies: int
 
@@ -201,8 +201,8 @@ class ConductorStats:
     cached_tokens: int  # of prompt_tokens, predicted to be cached
     replicated_blocks: int  # suggested
     in_flight: int  # a gauge: requests routed and not finished
-    prefill_error: float  # mean |actual - predicted| / actual of prefill seconds, recent; 0.0: none
-    ttft_error: float  # the same, from routing to the end of prefill
+    prefill_error: float  # recent mean of |actual - predicted| / actual prefill time; 0.0: none
+    ttft_error: float  # the same for the time from routing to the end of prefill
     frontends_known: int = 0  # a gauge: other frontends that sent notes recently
     routed_elsewhere: int = 0  # a gauge: known in-flight requests of other frontends
     note_batches_received: int = 0

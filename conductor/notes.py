@@ -1,8 +1,8 @@
 """Notes that frontends exchange about the requests that they routed.
 
-Each frontend decides about its own requests with its own Conductor. Worker reports show the work
-that other frontends have sent to the same workers, but 0.5 s late at most. Each frontend therefore
-notes three events of a request, and sends its notes in numbered batches:
+Each frontend decides about its own requests with its own Conductor. Worker reports also show the
+work that other frontends have sent to the same workers, but up to 0.5 s late. Each frontend
+therefore notes three events of a request, and sends its notes in numbered batches:
 
     routed      its workers and predictions: the other frontends reserve the same work
     prefilled   its prefill ended: the work moves from the prefill queue to the decode batch
@@ -14,7 +14,7 @@ Times are on the clock of the sending frontend. A batch has its time of sending 
 receiver can compute the age of each event. An empty batch is a heartbeat.
 
 Notes may be lost. Batches are numbered without gaps, so a receiver detects a missing batch. It then
-knows the requests noted before the gap from worker reports only (load/other_frontends.py).
+drops the requests noted before the gap, and relies on worker reports (load/other_frontends.py).
 
 Not here: bytes (backends/frontend/routing_notes.py), what is done with the notes.
 """
@@ -25,21 +25,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
 
-TENANTS_NOTED = 16
+TENANTS_NOTED = 16  # largest tenants whose demand a batch names
 NOTES_WAITING_MAX = 4_096  # adding one more drops all waiting notes, the new one too
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedNote:
-    number: int  # of the routing: unique per frontend, increasing, and the same in later notes
-    at_s: float  # time of the event on the clock of the frontend, as in the other notes
+    number: int  # of the request: unique per frontend, increasing, and the same in its later notes
+    at_s: float  # time of the event on the clock of the sending frontend, as in the other notes
     prefill: tuple[str, str]  # (worker_id, incarnation)
     decode: tuple[str, str]
-    new_tokens: int
-    cached_tokens: int
+    new_tokens: int  # prompt tokens to compute, > 0
+    cached_tokens: int  # the other prompt tokens
     output_tokens_max: int
-    order_key_s: float
-    queue_s: float
+    order_key_s: float  # queue_order.py; on the clock of the sending frontend
+    queue_s: float  # this and the next three: as in messages.Prediction
     transfer_s: float
     prefill_s: float
     tbt_s: float
@@ -83,7 +83,7 @@ class NoteBatch:
     routed: tuple[RoutedNote, ...] = ()
     prefilled: tuple[PrefilledNote, ...] = ()
     ended: tuple[EndedNote, ...] = ()
-    is_last: bool = False  # the frontend closes
+    is_last: bool = False  # the frontend shuts down after this batch
     wanted_per_s: float = 0.0  # recent demand at the frontend, in prefill seconds per second
     wanted_of: Mapping[str, float] = field(default_factory=dict)  # demand of its largest tenants
     usage: tuple[UsageNote, ...] = ()

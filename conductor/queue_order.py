@@ -9,23 +9,24 @@ Plain shortest-first order starves long prompts. Ageing bounds the wait of a lon
 `work_s` is the predicted prefill time of the tokens that are not cached. A request that arrives
 more than `wait_s_max` after another one never overtakes it. `stretch = 0` is first come, first
 served. An order key never changes, so a worker can keep its queue in a heap. The conductor computes
-the order key, and the worker takes it over (PrefillRequest.place_s). The conductor thus predicts
-without messages which of its requests run before a new one.
+the order key, and the worker uses the same key (PrefillRequest.place_s). The conductor thus
+predicts without messages which of its requests run before a new one.
 
-**Sharing.** All prompts of a step wait until the step ends. Adding a prompt to a step that already
-ends `sharing` prompts delays each of them by `per_token * tokens`. It saves the added prompt and
-the prompts behind it one step overhead each. A prompt is added while
+**Sharing.** All prompts of a step wait until the step ends. If `sharing` prompts end in the step
+already, one more prompt of `tokens` tokens delays each of them by `per_token_s * tokens`. The
+`behind` prompts that are not in the step, the added one included, each save the overhead `base_s`
+of one step. The prompt is added if its delays are at most these savings:
 
     sharing * tokens <= behind * overhead_tokens,    overhead_tokens = base_s / per_token_s
 
-Short prompts in front of a deep queue share steps. A long prompt does not fill the rest of a short
-prompt's step (docs/reference/conductor.md, "Sharing a prefill step").
+Short prompts in front of a deep queue share steps. A long prompt is not added to a short prompt's
+step (docs/reference/conductor.md, "Sharing a prefill step").
 
-**Making way.** The engine computes other prompts while the cached prefix of the first prompt is
-being loaded. A running step is never interrupted, so such a step is kept short. It takes at most
-MAKING_WAY times the tokens that its overhead is worth, in whole blocks.
+**Making way.** While the cached prefix of the first prompt is being loaded, the engine computes
+later prompts. A running step is never interrupted and would delay the first prompt. Such a step
+has at most MAKING_WAY * overhead_tokens tokens, rounded up to whole blocks.
 
-Not here: queue contents (prefill_queue.py; in a worker backends/engine/batching/batching.py).
+Not here: the queues, predicted (prefill_queue.py) and real (backends/engine/batching/batching.py).
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from dataclasses import dataclass
 class QueueOrder:
     """Shortest job first with ageing; a stretch of 0 is first come, first served."""
 
-    stretch: float  # seconds of queueing per second of predicted work
-    wait_s_max: float  # upper bound of the added seconds
+    stretch: float  # seconds added to the order key per second of predicted work, >= 0
+    wait_s_max: float  # upper bound of the added seconds, >= 0
 
     def key_s(self, arrived_s: float, work_s: float) -> float:
         """Order key in seconds, on the clock of `arrived_s`; the smallest key runs first."""
