@@ -1,11 +1,12 @@
 """Calibration: measures the duration of an engine's steps for the machine profile.
 
-Each point is computed once as a warm-up, then measured in rounds, cheapest first, until it has
-`REPEATS` samples or the time budget is spent. The result is the median of a point's samples. Points
-beyond the engine's context or free pages are left out. So are points without budget, except the
-cheapest POINTS_MIN. The steps overwrite free pages; at least one page must be free.
+A point is the shape of one step. Each point is computed once as a warm-up, the cheapest first. Then
+all points are measured in turn, until each has REPEATS samples or the time budget is spent. The
+result is the median of a point's samples. A point that exceeds the engine's context or its free
+pages is left out. When the budget is spent, remaining points are left out too, but the cheapest
+POINTS_MIN are measured in any case. The steps overwrite free pages.
 
-Not here: the formula that is fitted to the samples (conductor/estimates/estimates.py).
+Not here: the formula that is fitted to the results (conductor/estimates/estimates.py).
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from collections.abc import Mapping, Sequence
 from backends.engine.interface import Engine, Work
 from mooncake_store.layout import blocks_touched
 
-REPEATS = 5
-POINTS_MIN = 3  # points that are measured in any case, because the fit needs samples
-Point = tuple[int, int]
+REPEATS = 5  # samples per point
+POINTS_MIN = 3  # points that are measured even without budget, because the fit needs them
+Point = tuple[int, int]  # as in `measure_prefill` or `measure_decode`
 
 
 def measure_prefill(
     engine: Engine, points: Sequence[Point], budget_s: float = 4.0
 ) -> list[tuple[int, int, float]]:
-    """points: (new tokens, tokens before them) -> (new_tokens, prefix_tokens, seconds)."""
+    """points (new tokens, prefix tokens) -> (new tokens, prefix tokens, seconds of the step)."""
     seconds = _measure(engine, {point: [point] for point in points}, budget_s)
     return [(*point, step_s) for point, step_s in seconds]
 
@@ -33,7 +34,7 @@ def measure_prefill(
 def measure_decode(
     engine: Engine, points: Sequence[Point], budget_s: float = 4.0
 ) -> list[tuple[int, int, float]]:
-    """points: (batch, context tokens of each) -> (batch, context_tokens_sum, seconds)."""
+    """points (batch, context tokens per sequence) -> (batch, sum of context tokens, seconds)."""
     sequences = {(batch, context): [(1, context - 1)] * batch for batch, context in points}
     seconds = _measure(engine, sequences, budget_s)
     return [(batch, batch * context, step_s) for (batch, context), step_s in seconds]
@@ -42,9 +43,9 @@ def measure_decode(
 def _measure(
     engine: Engine, sequences: Mapping[Point, list[tuple[int, int]]], budget_s: float
 ) -> list[tuple[Point, float]]:
-    """Median seconds of one forward of each point.
+    """Median seconds of one step of each point. At least one page must be free.
 
-    `sequences`: point -> (new tokens, tokens before them) of each sequence in its batch.
+    `sequences`: point -> (new tokens, prefix tokens) of each sequence in the batch of this point.
     """
     assert engine.pages.free_pages, "calibration needs free pages"
     pages = engine.pages.take(engine.pages.free_pages) or []

@@ -1,13 +1,13 @@
-"""The tensors of a Hugging Face folder: location, completeness, identity. Loads no torch.
+"""Finds, checks and identifies the tensors of a Hugging Face folder. Does not import torch.
 
 A safetensors file consists of eight bytes (length of the header), a JSON header (name -> dtype,
-shape, range of bytes) and the data. Headers are read and checked without mapping the file, so a
-truncated file is an error at the start and not a SIGBUS in service.
+shape, range of bytes) and the data. Files are read and never mapped. So a truncated file is an
+error at the start, and not a SIGBUS while the engine serves.
 
-`weights_id` must change with the weights and must be cheap for 100 GB. It is a hash of the config
-and of every tensor's name, dtype, shape and content. Above `HASHED_BYTES_MAX` only evenly spaced
-samples of each large tensor are hashed. Training or merging changes whole tensors and is detected.
-An edit of single numbers between the samples is not. The cut into files does not matter.
+`weights_id` changes with the weights. It is a hash of the config and of every tensor's name, dtype,
+shape and content. To be fast for 100 GB, a checkpoint of more than `HASHED_BYTES_MAX` is sampled:
+only evenly spaced parts of each large tensor are hashed. Training or merging changes whole tensors
+and thus the hash; editing numbers between the samples does not. The hash ignores file borders.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from backends.engine.model_config import CheckpointError, read_json
 
 SCALAR_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors format
-HASHED_BYTES_MAX = 256 * 1024**2  # size of a checkpoint whose tensors are hashed completely
+HASHED_BYTES_MAX = 256 * 1024**2  # largest checkpoint whose tensors are hashed completely
 SAMPLES_PER_TENSOR = 16
 SAMPLE_BYTES = 4096
 
-COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # old checkpoints contain these computed values
-OWN_PREFIXES = ("model.", "lm_head.")  # prefixes of tensors that the model needs
+COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # RoPE frequencies of old checkpoints; not read
+OWN_PREFIXES = ("model.", "lm_head.")  # name prefixes of the model's tensors
 INDEX_NAME = "model.safetensors.index.json"
 SHARDS = "model-*-of-*.safetensors"
 SINGLE_NAME = "model.safetensors"
@@ -45,7 +45,7 @@ class TensorEntry:
     path: Path
     dtype: str  # as in the header; the engine reads only the keys of SCALAR_BYTES
     shape: tuple[int, ...]
-    offset_bytes: int  # in the file
+    offset_bytes: int  # of the data, from the start of the file
     size_bytes: int
 
 
@@ -55,11 +55,11 @@ class Checkpoint:
 
     folder: Path
     entries: Mapping[str, TensorEntry]
-    stale: Sequence[str] = ()  # tensors not read: "NAME in FILE" (another copy), "all of FILE"
+    stale: Sequence[str] = ()  # not read: "NAME in FILE" (a second copy), "all of FILE"
 
     @classmethod
     def open(cls, checkpoint_dir: str | Path) -> Checkpoint:
-        """Read all headers, or raise a CheckpointError with all problems."""
+        """Read the headers of all files. Raises a CheckpointError with all problems."""
         folder = Path(checkpoint_dir)
         found: list[str] = []
         weight_map = _weight_map(folder, found)
@@ -80,10 +80,10 @@ class Checkpoint:
         optional_suffixes: tuple[str, ...] = (),
         optional_prefixes: tuple[str, ...] = (),
     ) -> list[str]:
-        """Problems of these tensors: missing, wrong, or present but not in `shapes`.
+        """Tensors that are missing, have a wrong shape or dtype, or are not in `shapes`.
 
-        A bias or layer that config.json does not mention would otherwise be ignored silently. Other
-        tensors may have an optional suffix or prefix, or a name without any of OWN_PREFIXES.
+        A tensor outside `shapes` is a problem only if its name begins with one of OWN_PREFIXES and
+        is not optional. It may be a bias or layer that config.json does not mention.
         """
         found = []
         for name, shape in shapes.items():
@@ -108,7 +108,7 @@ class Checkpoint:
         optional_suffixes: tuple[str, ...] = (),
         optional_prefixes: tuple[str, ...] = (),
     ) -> list[str]:
-        """Names of the tensors that are neither in `shapes`, optional nor computed; sorted."""
+        """Sorted names of tensors outside `shapes` that are not optional and not computed."""
         known = (COMPUTED_SUFFIX, *optional_suffixes)
         return [
             name
@@ -117,8 +117,8 @@ class Checkpoint:
         ]
 
     def read(self, name: str) -> NDArray[np.uint8]:
-        """The raw bytes of a tensor as uint8; its dtype and shape are in `entries`. Raises
-        CheckpointError if the file became shorter."""
+        """The bytes of a tensor, whose dtype and shape are in `entries`. Raises CheckpointError if
+        the file has become shorter."""
         entry = self.entries[name]
         raw = np.fromfile(
             entry.path, dtype=np.uint8, count=entry.size_bytes, offset=entry.offset_bytes
@@ -128,7 +128,7 @@ class Checkpoint:
         return raw
 
     def weights_id(self, config: object) -> str:
-        """Hash of the weights and of `config`, a dataclass: 32 hex digits."""
+        """Hash of the weights and of `repr(config)`: 32 hex digits."""
         digest = hashlib.blake2b(repr(config).encode(), digest_size=16, person=b"mooncake.weigh")
         total_bytes = sum(entry.size_bytes for entry in self.entries.values())
         is_whole = total_bytes <= HASHED_BYTES_MAX
@@ -148,7 +148,7 @@ class Checkpoint:
 
 
 def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
-    """(start, length) of the hashed parts of a tensor, including its ends."""
+    """(start, length) in bytes of a tensor's hashed parts, which include both of its ends."""
     if is_whole or size_bytes <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
         return [(0, size_bytes)]
     last = size_bytes - SAMPLE_BYTES
@@ -157,7 +157,7 @@ def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
 
 
 def _weight_map(folder: Path, found: list[str]) -> dict[str, str] | None:
-    """Tensor -> file from the index. None: there is no index. {}: it is unusable, see `found`."""
+    """Tensor -> file, from the index. None: no index. {}: unusable index, a problem in `found`."""
     if not (folder / INDEX_NAME).exists():
         return None
     index = read_json(folder / INDEX_NAME, found)
@@ -171,7 +171,7 @@ def _weight_map(folder: Path, found: list[str]) -> dict[str, str] | None:
 
 
 def _file_names(folder: Path, weight_map: Mapping[str, str] | None, found: list[str]) -> list[str]:
-    """The safetensors files to read: the index's that exist, or SINGLE_NAME. May be empty."""
+    """The files to read: the existing files of the index, else SINGLE_NAME. May be empty."""
     if not folder.is_dir():
         found.append("there is no such folder")
         return []
@@ -200,9 +200,9 @@ def _chosen(
     weight_map: Mapping[str, str] | None,
     found: list[str],
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """(tensors, each from the file that the index names; names of other copies).
+    """(tensor -> entry in the file that the index names; descriptions of other copies).
 
-    A tensor that the index does not name is taken if only one of the files has it.
+    A tensor that the index does not name is accepted if only one file has it.
     """
     files: dict[str, list[str]] = {}
     for file, header in headers.items():
@@ -224,7 +224,7 @@ def _chosen(
 
 
 def _read_header(path: Path, found: list[str]) -> dict[str, TensorEntry]:
-    """The tensors of one file. {} after a problem, which is appended to `found`."""
+    """The tensors of one file. On failure returns {} and appends the problem to `found`."""
     try:
         file_bytes = os.path.getsize(path)
         with path.open("rb") as file:

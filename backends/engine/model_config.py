@@ -1,9 +1,9 @@
 """Reads and validates config.json of a Hugging Face folder.
 
-Supports Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (Kimi K2 is one), with the keys of
-transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`). Features that the engine
-cannot compute exactly are rejected by name, never ignored. One `CheckpointError` has all problems.
-Exception: keys of an unknown architecture are not checked. Loads no torch, for `mooncake config`.
+Supports Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (also Kimi K2, which has the architecture of
+DeepSeek-V3). Reads the RoPE keys of transformers 4 (`rope_theta`, `rope_scaling`) and of
+transformers 5 (`rope_parameters`). A feature that the engine cannot compute exactly is rejected by
+name. The keys of an unknown architecture are not checked. Loads no torch, for `mooncake config`.
 
 Not here: the tensors (checkpoint.py), the computation of RoPE (rope.py).
 """
@@ -26,45 +26,45 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
-MISTRAL_WINDOW_TOKENS = 4096  # default if config.json has no sliding_window; null: no window
+MISTRAL_WINDOW_TOKENS = 4096  # window if config.json has no key sliding_window; null: no window
 T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. `llama3` alone uses fields with `freq`, `yarn` alone those with `beta`."""
+    """Parameters of rotary position embedding (RoPE), with the meanings in transformers."""
 
-    theta: float
-    type: str = "default"
-    factor: float = 1.0  # by which positions are stretched
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context_tokens: int = 0  # > 0 for `llama3` and `yarn`
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    table_factor: float = 1.0  # factor of cosines and sines
-    score_factor: float = 1.0  # factor of attention scores; latent attention only
+    theta: float  # base of the frequencies, > 0
+    type: str = "default"  # one of ROPE_TYPES
+    factor: float = 1.0  # ratio of the extended to the original context; > 0
+    low_freq_factor: float = 1.0  # only `llama3`
+    high_freq_factor: float = 4.0  # only `llama3`; above low_freq_factor
+    original_context_tokens: int = 0  # context before its extension; > 0 for `llama3` and `yarn`
+    beta_fast: float = 32.0  # only `yarn`
+    beta_slow: float = 1.0  # only `yarn`
+    table_factor: float = 1.0  # multiplies cosines and sines; 1 except for `yarn`
+    score_factor: float = 1.0  # multiplies attention scores; only latent attention uses it
 
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention: numbers of scalars."""
+    """Multi-head latent attention (MLA) of DeepSeek-V3. All integers are numbers of scalars."""
 
-    query_rank: int  # of the query's latent; 0: queries are projected in one step
-    rank: int  # of the latent, from which K and V of all heads are projected
-    plain_dim: int  # of a head's part of q and k without position
-    rotary_dim: int  # of a head's rotated part of q and k; k has one for all heads
-    value_dim: int  # of a head's V
-    is_interleaved: bool  # rotary pairs are adjacent scalars; False: scalars of two halves
+    query_rank: int  # size of the query's latent; 0: queries are projected without a latent
+    rank: int  # size of the latent from which K and V of all heads are projected
+    plain_dim: int  # size of the part of a head's q and k that RoPE does not rotate
+    rotary_dim: int  # size of the part that RoPE rotates; all heads share this part of k
+    value_dim: int  # size of a head's V
+    is_interleaved: bool  # RoPE rotates scalars 2i and 2i+1; False: i and i + rotary_dim / 2
 
     @property
     def row(self) -> int:
-        """Scalars of a token in a page."""
+        """Scalars that a page holds per token and layer: the latent and the rotated part of k."""
         return self.rank + self.rotary_dim
 
     @property
-    def query_dim(self) -> int:
+    def query_dim(self) -> int:  # scalars of a head's q and k
         return self.plain_dim + self.rotary_dim
 
 
@@ -73,27 +73,27 @@ class ExpertsConfig:
     """Mixture of experts with sigmoid routing in groups (torch/layers/feed_forward.py)."""
 
     count: int  # routed experts of a layer
-    shared: int  # shared experts of a layer, used by every token
-    chosen: int  # routed experts per token
-    groups: int
-    chosen_groups: int  # groups per token
+    shared: int  # shared experts of a layer, which every token uses
+    chosen: int  # routed experts that each token uses
+    groups: int  # groups of `count / groups` routed experts
+    chosen_groups: int  # groups from which a token's experts are chosen; <= groups
     intermediate: int  # inner width of one expert
-    dense_layers: int  # leading layers without experts
+    dense_layers: int  # number of leading layers with a dense feed-forward
     are_weights_normed: bool  # weights of a token's experts are normalised to a sum of 1
-    weights_factor: float  # factor of the weights
+    weights_factor: float  # multiplies the weights after normalisation; > 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     family: str  # llama | mistral | qwen2 | qwen3 | deepseek_v3
     layers: int
-    hidden: int
-    heads: int
+    hidden: int  # width of hidden states
+    heads: int  # query heads; a multiple of kv_heads
     kv_heads: int
-    head_dim: int
+    head_dim: int  # scalars of a head's K in a page
     intermediate: int  # inner width of a dense feed-forward
     vocabulary_tokens: int
-    context_tokens_max: int
+    context_tokens_max: int  # largest number of prompt and output tokens
     norm_epsilon: float
     rope: RopeConfig
     has_tied_embeddings: bool
@@ -102,15 +102,15 @@ class ModelConfig:
     has_mlp_bias: bool
     has_qk_norm: bool
     eos_token_ids: tuple[int, ...]
-    # The checkpoint requests fp8 KV. Not in repr, which is hashed: the layout has the dtype of KV.
+    # The checkpoint requests fp8 KV. Not in `repr`, which `weights_id` hashes (checkpoint.py).
     is_kv_fp8: bool = field(default=False, repr=False)
     latent: LatentConfig | None = None  # if set, kv_heads is 1 and head_dim is `latent.row`
     experts: ExpertsConfig | None = None
-    predicting_layers: int = 0  # multi-token prediction layers after the others; not computed
+    predicting_layers: int = 0  # multi-token prediction layers after `layers`; not computed
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated scalars of a head."""
+        """Scalars of a head that RoPE rotates."""
         return self.latent.rotary_dim if self.latent else self.head_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -118,18 +118,18 @@ class ModelConfig:
 
     @property
     def model_id(self) -> str:
-        """The model's shape, without its path, which may differ between hosts."""
+        """Family and shape. Without the model's path, which may differ between hosts."""
         return f"{self.family}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
 
     def stage_layers(self, stage: int, stages: int) -> LayerRange:
-        """The contiguous share of a pipeline stage. The first shares may be one layer larger."""
+        """The consecutive layers of a pipeline stage. The first stages may have one layer more."""
         assert 0 <= stage < stages <= self.layers, (stage, stages, self.layers)
         share, larger = divmod(self.layers, stages)
         first = stage * share + min(stage, larger)
         return LayerRange(first, first + share + (stage < larger))
 
     def kv_dtype(self, asked: str, dtype: str) -> str:
-        """The dtype of KV in pages. `asked`: "auto" or "fp8"; `dtype`: of computation."""
+        """The dtype of KV in pages. `asked`: "auto" or "fp8". `dtype`: that of computation."""
         return "fp8" if asked == "fp8" or self.is_kv_fp8 else dtype
 
     def layout(self, dtype: str, block_tokens: int) -> KvLayout:
@@ -138,7 +138,7 @@ class ModelConfig:
 
 
 def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
-    """Read the config of this folder, or raise a CheckpointError with all problems."""
+    """Read config.json of this folder. Raises a CheckpointError with all problems."""
     folder = Path(checkpoint_dir)
     found: list[str] = []
     raw = read_json(folder / "config.json", found)
@@ -159,9 +159,9 @@ def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
 
 
 def quantised_kv(folder: Path) -> str | None:
-    """The checkpoint's quantisation of KV in lower case; None: it has none.
+    """The checkpoint's quantisation of KV in lower case, such as "fp8"; None: not quantised.
 
-    The keys are those of vLLM and TensorRT-LLM: kv_cache_quant_algo (ModelOpt) in
+    Reads the keys that vLLM and TensorRT-LLM read: kv_cache_quant_algo (ModelOpt) in
     hf_quant_config.json or config.json, else kv_cache_scheme (llm-compressor) in config.json.
     """
     beside = read_json(folder / "hf_quant_config.json", []) or {}
@@ -184,7 +184,7 @@ def quantised_kv(folder: Path) -> str | None:
 
 
 def _has_quantised_weights(quantization: Any) -> bool:
-    """False only if a known method quantises nothing but KV, without an algorithm for weights."""
+    """False only if there is no quantisation, or a known method that quantises nothing but KV."""
     if not isinstance(quantization, Mapping):
         return bool(quantization)
     groups = quantization.get("config_groups") or {}
@@ -198,7 +198,7 @@ def _has_quantised_weights(quantization: Any) -> bool:
 
 
 def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
-    """The JSON object in this file. On failure it returns None and appends a line to `found`."""
+    """The JSON object in this file. On failure returns None and appends the problem to `found`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -218,7 +218,7 @@ def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads typed values. For a wrong one it adds to `found` and returns a placeholder."""
+    """Reads typed values. A wrong value adds a problem to `found` and becomes a placeholder."""
 
     raw: Mapping[str, Any]
     found: list[str]
@@ -281,7 +281,7 @@ def _parsed(
     if rotary_dim % 2:
         name = "qk_rope_head_dim" if latent else "head_dim"
         found.append(f"config.json: {name} is {rotary_dim}; rotary embedding needs an even one")
-    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # families with `attention_bias`
+    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # those with a key attention_bias
     attention_bias = has_own_bias and read.flag("attention_bias")
     vocabulary_tokens = read.integer("vocab_size")
     rope = _rope(raw, found)
@@ -349,11 +349,11 @@ def _experts(read: _Reader) -> ExpertsConfig:
 
 
 def _context_tokens_max(family: str, read: _Reader, rope: RopeConfig) -> int:
-    """Longest context that the engine computes exactly.
+    """Longest context that the engine computes exactly, in tokens.
 
-    With a sliding window (Mistral) it is the window: up to it every token attends to all earlier
-    ones. With YaRN it is the original context times the factor, as in vLLM, because Qwen documents
-    a config.json in which max_position_embeddings remains the original context.
+    With a sliding window (Mistral) the limit is the window. Up to this length every token attends
+    to all earlier tokens. With YaRN the context is the original context times the factor, as in
+    vLLM: Qwen documents a config.json whose max_position_embeddings stays the original context.
     """
     context_tokens = read.integer("max_position_embeddings")
     if rope.type == "yarn":
@@ -364,7 +364,7 @@ def _context_tokens_max(family: str, read: _Reader, rope: RopeConfig) -> int:
 
 
 def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
-    """Features that change the result and that this engine does not compute."""
+    """A problem for each feature that changes the result and that the engine does not compute."""
     if raw.get("hidden_act", "silu") != "silu":
         yield f"config.json: hidden_act {raw['hidden_act']!r} is not supported; only silu is"
     if raw.get("use_sliding_window"):
@@ -389,7 +389,7 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
         found.append("config.json: RoPE that differs between layers is not supported")
         return RopeConfig(1.0)
     merged = {"rope_theta": raw.get("rope_theta"), **given}
-    # As in transformers: the model's own key first, the whole context as default.
+    # As in transformers: the top-level key is used first, and max_position_embeddings last.
     key = "original_max_position_embeddings"
     merged[key] = raw.get(key) or given.get(key) or raw.get("max_position_embeddings")
     if merged["rope_theta"] is None:
@@ -420,14 +420,14 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
 
 
 def _magnitude(read: _Reader, key: str, factor: float) -> float:
-    """A factor of YaRN from the key mscale or mscale_all_dim; 1 without the key or stretching."""
+    """YaRN's magnitude by the key mscale or mscale_all_dim; 1 without the key or if factor <= 1."""
     if not read.raw.get(key) or factor <= 1:
         return 1.0
     return 0.1 * read.number(key) * math.log(factor) + 1.0
 
 
 def _yarn(rope: RopeConfig, read: _Reader) -> RopeConfig:
-    """As transformers' `_compute_yarn_parameters`."""
+    """Adds the fields of YaRN, computed as in transformers' `_compute_yarn_parameters`."""
     given, factor = read.raw, rope.factor
     if not given.get("truncate", True):
         read.found.append("config.json: truncate false of rope type 'yarn' is not supported")
@@ -449,7 +449,7 @@ def _yarn(rope: RopeConfig, read: _Reader) -> RopeConfig:
 def _eos_token_ids(
     raw: Mapping[str, Any], generation: Mapping[str, Any], vocabulary_tokens: int, found: list[str]
 ) -> tuple[int, ...]:
-    """End-of-sequence ids; generation_config.json has precedence over config.json."""
+    """End-of-sequence ids of generation_config.json, else those of config.json."""
     value = generation.get("eos_token_id", raw.get("eos_token_id"))
     values = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in values:
@@ -459,11 +459,11 @@ def _eos_token_ids(
     return tuple(token_id for token_id in values if isinstance(token_id, int))
 
 
-SHOWN_MAX = 20  # problems in a message; a wrong number of layers causes hundreds
+SHOWN_MAX = 20  # problems in one error message; a wrong number of layers causes hundreds
 
 
 class CheckpointError(Exception):
-    """`problems` has all problems that one check found, the message only the first SHOWN_MAX."""
+    """`problems` has all problems of a check. The message has only the first SHOWN_MAX."""
 
     def __init__(self, folder: str | Path, problems: Sequence[str]) -> None:
         assert problems, "an error without a problem"

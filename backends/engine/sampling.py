@@ -1,26 +1,25 @@
 """Sampling: a pure function from (logits, params, position, history) to a token.
 
-Prefill samples token 0 on one machine and decode the others on another. A resumed request continues
-on a third. So a token must not depend on the time or machine of its sampling. The only randomness
-is one uniform number of a counter-based generator (Philox): its key is the request's seed, and its
-counter the token's position in the output. Equal logits give equal tokens.
+Prefill samples token 0 on one machine, and decode samples the other tokens on another machine. A
+resumed request continues on a third machine. So a token must not depend on when or where it is
+sampled. The only randomness is one uniform number of a counter-based generator (Philox). Its key is
+the request's seed, and its counter is the token's position in the output.
 
-Steps, in this order. They are those of transformers' logits processors and warpers where it has
-them:
+Steps, in this order, as in transformers' logits processors except where stated:
 
-1. repetition_penalty: for each token of prompt or output, once. A positive logit is divided by it,
-   a negative one multiplied (transformers, vLLM).
-2. frequency_penalty, presence_penalty: for tokens of the *output* only. Minus frequency x count,
-   and minus presence if the token occurred (OpenAI, vLLM; not in transformers).
+1. repetition_penalty: for each token id of the prompt or output, once. A positive logit is divided
+   by the penalty, and a negative logit is multiplied by it (transformers, vLLM).
+2. frequency_penalty, presence_penalty: for token ids of the *output* only. The logit is reduced by
+   frequency_penalty x count + presence_penalty (OpenAI, vLLM; not in transformers).
 3. min_tokens: end ids are impossible before this many output tokens. (text_stream.py ignores stop
-   words that end within these tokens.) Tokens that the grammar matcher (of a JSON schema) does not
-   allow are impossible too.
-4. Greedy if temperature is 0 or top_k is 1: the largest logit, the lowest id among equal ones.
-5. temperature, top_k (0: off), top_p, min_p, in this order. Among equal logits at a cut the lower
-   ids stay. vLLM applies min_p before top_p; the kept set differs only if both are set.
+   words that end within these tokens.) Tokens that the grammar matcher of a JSON schema rejects are
+   impossible too.
+4. Greedy if temperature is 0 or top_k is 1: the largest logit, among equal logits the lowest id.
+5. temperature, top_k (0: off), top_p, min_p, in this order. Where a limit cuts between equal
+   logits, the lower ids are kept. vLLM applies min_p before top_p, which matters if both are set.
 6. Inverse distribution function over the kept tokens in order of ids.
 
-Logprobs are those of the logits before all steps (token_logprobs.py).
+Logprobs are computed from the logits before all steps (token_logprobs.py).
 """
 
 from __future__ import annotations
@@ -37,33 +36,33 @@ from backends.token_logprobs import TokenLogprobs, token_logprobs
 Integers = NDArray[np.int64]
 Floats = NDArray[Any]  # float32 or float64
 
-CANDIDATES_FEW = 1024  # tokens that top_p sorts first; sorting a whole vocabulary takes 10 ms
+CANDIDATES_FEW = 1024  # top_p first sorts this many best tokens; all tokens would take 10 ms
 
 
 class Guide(Protocol):
-    """The grammar matcher of a request, after its output tokens so far (text/guides.py)."""
+    """Grammar matcher of one request; its state follows the output tokens (text/guides.py)."""
 
     def allowed(self) -> NDArray[np.bool_]:
-        """For each token id, whether it may be the next token."""
+        """[vocabulary]: whether each token id may be the next token."""
         ...
 
     def advance(self, token_id: int) -> None: ...
 
 
 class Drawn(NamedTuple):
-    """A token, and its logprobs if the request wants them."""
+    """A sampled token."""
 
     token_id: int
-    logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs | None  # None: not requested
 
 
 def largest_rows(
     logits: Floats, asked: Sequence[tuple[SamplingParams, int, Guide | None]]
 ) -> list[int] | None:
-    """The token ids that `draw` would sample for the rows of logits [rows, vocabulary].
+    """The token ids that `draw` would sample for logits [rows, vocabulary], if each is the argmax.
 
-    `asked`: (params, position, grammar matcher) of each row. None if any row needs more than its
-    largest logit: a random number, a penalty, a grammar matcher, logprobs or min_tokens.
+    `asked`: (params, position, grammar matcher) of each row. Returns None if any row needs a random
+    number, a penalty, a grammar matcher, logprobs or min_tokens.
     """
     if not all(_is_largest(*each) for each in asked):
         return None
@@ -88,8 +87,8 @@ def draw(
     output_ids: Sequence[int],
     guide: Guide | None = None,
 ) -> Drawn:
-    """`sample`, with logprobs if the request wants them. Advances a grammar matcher by the token;
-    the matcher may raise InvalidRequest."""
+    """`sample`, with logprobs if requested. Advances the grammar matcher by the token. Raises
+    InvalidRequest if the matcher does."""
     allowed = None if guide is None else guide.allowed()
     token_id = sample(logits, params, position, prompt_ids, output_ids, allowed)
     if guide is not None:
@@ -107,10 +106,10 @@ def sample(
     output_ids: Sequence[int],
     allowed: NDArray[np.bool_] | None = None,
 ) -> int:
-    """The token at `position` of the output (0: the first one). `logits` is not changed.
+    """The token at `position` of the output (0: the first). Does not change `logits` [vocabulary].
 
-    `output_ids` are the output tokens before it. They and `prompt_ids` are only for penalties. At
-    least one token must be `allowed`.
+    `output_ids`: the output tokens before `position`. Only penalties use `prompt_ids` and
+    `output_ids`. `allowed` [vocabulary], from the grammar matcher, must have a True.
     """
     assert logits.ndim == 1, logits.shape
     assert position >= 0, position
@@ -120,7 +119,7 @@ def sample(
     if params.is_greedy:
         return int(np.argmax(scores))
     token_ids, probabilities = distribution(scores, params)
-    if allowed is not None:  # impossible tokens may be among the kept ones: remove them
+    if allowed is not None:  # `distribution` may have kept tokens of probability 0
         is_possible = probabilities > 0.0
         token_ids, probabilities = token_ids[is_possible], probabilities[is_possible]
     cumulative = np.cumsum(probabilities)
@@ -130,8 +129,8 @@ def sample(
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number of this position, in [0, 1)."""
-    # The position is the counter's second word: the generator increments the first.
+    """The random number of this seed and position, in [0, 1)."""
+    # The position is the counter's second word, because the generator increments the first word.
     bits = int(np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw())
     return (bits >> 11) * 2.0**-53
 
@@ -143,7 +142,7 @@ def adjusted_logits(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
 ) -> Floats:
-    """Steps 1 to 3, which depend on the tokens so far. Copies the logits only if they change."""
+    """Steps 1 to 3 without the grammar matcher. Copies the logits only if they change."""
     scores = logits
     if params.repetition_penalty != 1.0:
         scores = scores.copy()
@@ -163,13 +162,14 @@ def adjusted_logits(
 
 
 def distribution(scores: Floats, params: SamplingParams) -> tuple[Integers, Floats]:
-    """Step 5: the tokens that may be drawn, in order of ids, and their probabilities.
+    """Step 5: the kept tokens in order of ids, and their probabilities.
 
-    The probabilities are relative to all tokens that top_k kept, so their sum may be below 1.
+    The probabilities of all tokens that top_k keeps add up to 1. After top_p and min_p the sum may
+    be smaller.
     """
     token_ids, scores = _top_k(scores, params.top_k)
     below = scores.astype(np.float64) - float(scores.max())
-    with np.errstate(over="ignore"):  # with a tiny temperature only the best token is possible
+    with np.errstate(over="ignore"):  # a tiny temperature gives -inf: the weight is 0
         weights = np.exp(below / params.temperature)
     probabilities = weights / weights.sum()
     if params.top_p < 1.0:
@@ -193,7 +193,7 @@ def _top_k(scores: Floats, top_k: int) -> tuple[Integers, Floats]:
 
 
 def _top_p(probabilities: Floats, top_p: float) -> Integers:
-    """Ascending indices of the fewest largest probabilities whose sum reaches `top_p`."""
+    """Ascending indices of the smallest set of largest probabilities whose sum reaches `top_p`."""
     few = min(CANDIDATES_FEW, len(probabilities))
     threshold = np.partition(probabilities, len(probabilities) - few)[len(probabilities) - few]
     candidates = np.flatnonzero(probabilities >= threshold)
@@ -201,7 +201,7 @@ def _top_p(probabilities: Floats, top_p: float) -> Integers:
         candidates = np.arange(len(probabilities))
     order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
     before = np.cumsum(probabilities[order]) - probabilities[order]
-    kept = order[before < top_p]  # always keeps the largest one, before which the sum is 0
+    kept = order[before < top_p]  # includes the largest probability, where `before` is 0
     return np.sort(kept)
 
 

@@ -1,7 +1,6 @@
 """Sampling parameters of a request, and their limits.
 
-`problems` reports all violated limits at once, each with a remedy. Comparisons are written so that
-NaN fails them.
+`problems` reports all violated limits, each with a remedy. NaN violates every limit.
 
 Not here: the effect of the parameters on logits (sampling.py).
 """
@@ -15,48 +14,48 @@ from dataclasses import dataclass
 from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
 
 SEED_MAX = 2**64 - 1
-TEMPERATURE_MAX = 100.0  # there, a logit larger by 10 makes a token only 1.1 times as likely
-PENALTY_MAX = 2.0  # presence and frequency, as in OpenAI's interface
+TEMPERATURE_MAX = 100.0  # at 100, a logit larger by 10 makes a token only 1.1 times as likely
+PENALTY_MAX = 2.0  # absolute value of presence_penalty and frequency_penalty, as in OpenAI's API
 REPETITION_PENALTY_MIN = 0.01
 REPETITION_PENALTY_MAX = 100.0
 END_IDS_MAX = 64
 STOP_WORDS_MAX = 32
 GUIDED_JSON_BYTES_MAX = 64 * 1024
-STOP_WORD_BYTES_MAX = 256  # streaming holds back this much text while it may still match
+STOP_WORD_BYTES_MAX = 256  # in UTF-8. Streaming holds back so much text while it may match a word
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingLimits:
-    """Limits that depend on the model and on the prompt of the request."""
+    """Limits of one request, from its prompt and the model."""
 
     prompt_tokens: int
-    context_tokens_max: int
-    vocabulary_tokens: int
+    context_tokens_max: int  # largest number of prompt and output tokens
+    vocabulary_tokens: int  # token ids are in [0, vocabulary_tokens)
 
     @property
-    def output_tokens_max(self) -> int:  # <= 0 if the prompt fills the context
+    def output_tokens_max(self) -> int:  # <= 0 if the prompt leaves no room for output
         return self.context_tokens_max - self.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling of one request. The defaults are greedy."""
+    """Sampling of one request. The defaults are greedy. `problems` checks the ranges below."""
 
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 0.0  # 0: greedy
-    top_k: int = 0  # 0: all tokens
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0  # 0 is a seed like any other
+    max_tokens: int  # output tokens; 1 <= max_tokens <= SamplingLimits.output_tokens_max
+    min_tokens: int = 0  # output tokens before an end id or stop word; 0 <= x <= max_tokens
+    temperature: float = 0.0  # 0 <= temperature <= TEMPERATURE_MAX; 0: greedy
+    top_k: int = 0  # >= 0; 0: all tokens, 1: greedy
+    top_p: float = 1.0  # 0 < top_p <= 1; 1: off
+    min_p: float = 0.0  # 0 <= min_p <= 1; 0: off
+    repetition_penalty: float = 1.0  # > 0; 1: off
+    presence_penalty: float = 0.0  # -PENALTY_MAX to PENALTY_MAX; 0: off
+    frequency_penalty: float = 0.0  # as presence_penalty
+    seed: int = 0  # 0 <= seed <= SEED_MAX; 0 has no special meaning
     end_ids: tuple[int, ...] = ()  # token ids that end the output; (): none
-    stop_words: tuple[str, ...] = ()
+    stop_words: tuple[str, ...] = ()  # texts that end the output
     # Logprobs of each token and of this many best tokens; NO_LOGPROBS: no logprobs.
     top_logprobs: int = NO_LOGPROBS
-    guided_json: str = ""  # JSON schema of the output; "": none
+    guided_json: str = ""  # JSON schema that the output matches; "": none
 
     @property
     def wants_logprobs(self) -> bool:
@@ -67,7 +66,7 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
     def problems(self, limits: SamplingLimits) -> list[str]:
-        """All limits that the request violates."""
+        """One line for each violated limit; [] if the parameters are valid."""
         guided = _guided(self) if self.guided_json else ()
         return [*_length(self, limits), *_numbers(self), *_endings(self, limits), *guided]
 
