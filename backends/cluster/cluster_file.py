@@ -1,8 +1,8 @@
-"""Parses a cluster file into a `Deployment`, or reports every mistake of the file.
+"""Parses a cluster file (YAML) into a `Deployment`, or reports every mistake of the file.
 
-Each section has a reader. `_check_together` then checks the sections against each other. Model
-parameters are checked by the code that a model uses when it loads (config_pbtxt.py), merged with
-the parameters of the worker's template. A mistake names the line of its parameter.
+One method or class reads each section. `_check_together` then compares the sections. A worker's
+template is a config.pbtxt of the base model repository. The parameters in the file override those
+of the template, and config_pbtxt.py checks the result as a model does when it loads.
 
 Not here: the meaning of the keys (deployment.py), YAML itself (section.py).
 """
@@ -63,21 +63,21 @@ DNS_NAME = re.compile(
 )
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")
-POOL_KEYS = ("role", "workers", "grpc_port", "elastic")
-OF_TRTLLM = ("page_tokens", "tp_size", "handoff")
-# Parameters that must be equal in all workers.
+POOL_KEYS = ("role", "workers", "grpc_port", "elastic")  # keys that are no parameters of workers
+OF_TRTLLM = ("page_tokens", "tp_size", "handoff")  # parameters of the engine tensorrt_llm
+# Parameters that must be equal in all workers, because workers share stored blocks.
 FINGERPRINT = ("checkpoint", "engine", "dtype", "kv_dtype", "block_tokens", *OF_TRTLLM)
 SET_BY_THE_FILE = ("checkpoint", "store_node", "gpus")  # never taken from a worker's template
-WORKERS_MAX = 64  # workers of one pool on one host
+WORKERS_MAX = 64  # limit of the workers of one pool on one host
 HOSTS_MAX = 1_000
-PORT_STEP = 100  # difference of the default ports of two pools
-SLO = {"ttft_s": "ttft_slo_s", "tbt_s": "tbt_slo_s"}
-NODE_BYTES_MIN = 1 << 20
+PORT_STEP = 100  # difference between the default ports of successive pools
+SLO = {"ttft_s": "ttft_slo_s", "tbt_s": "tbt_slo_s"}  # key of `slo` -> parameter of the conductor
+NODE_BYTES_MIN = 1 << 20  # smallest DRAM of a storage node
 
 
 def load(path: Path, base: Path | None = None) -> Deployment:
     """Raises ClusterFileInvalid with every mistake, or if the file cannot be read. `base` is the
-    model repository that models are rendered from, if it is known."""
+    model repository with the templates. If it is None or missing, no template is merged."""
     try:
         with path.open("rb") as file:
             content = file.read(4 * CHARACTERS_MAX + 1)
@@ -98,7 +98,7 @@ def parse(
     text: str, path: str = "cluster.yaml", templates: Mapping[str, str] | None = None
 ) -> Deployment:
     """Raises ClusterFileInvalid with every mistake, and no other exception for any text.
-    `templates` maps each model of the base repository to its config.pbtxt."""
+    `templates` maps each model of the base repository to the text of its config.pbtxt."""
     try:
         tree, problems = read_tree(text)
     except YamlInvalid as error:
@@ -114,7 +114,7 @@ def parse(
 
 @dataclass(slots=True)
 class _ClusterFile:
-    """Reads one section after the other; later readers look up the results of earlier ones."""
+    """Reads the sections in order. A later section may name hosts and nodes of an earlier one."""
 
     top: FileSection  # the whole file
     path: str
@@ -165,7 +165,7 @@ class _ClusterFile:
                 section.note(name, f"is no valid host name; use {NAME_WANTED}")
             if not host.has("address"):
                 section.note(name, "has no address for other hosts: add one (address: IP)")
-            unread = f"{name}.invalid"  # replaces an invalid address, so that parsing can continue
+            unread = f"{name}.invalid"  # replaces an invalid address, so that reading can continue
             address = host.word("address", unread, _is_address, ADDRESS_WANTED)
             default = address if is_ip(address) else "0.0.0.0"
             if address == "localhost":
@@ -198,7 +198,7 @@ class _ClusterFile:
     def _named_hosts(
         self, section: FileSection, default: tuple[str, ...], if_twice: str = "remove one"
     ) -> tuple[str, ...]:
-        """The valid host names in the list `hosts` of a section, or `default`."""
+        """The defined hosts in the list `hosts` of a section; `default` if it has none."""
         found = section.words("hosts", if_twice)
         for name, line in found:
             self.look_up_host(name, line, section.path_of("hosts"))
@@ -305,7 +305,7 @@ class _ClusterFile:
         return found
 
     def _conductor(self, checkpoint: str) -> dict[str, str]:
-        """The conductor's parameters, with those of `slo` and the workers' checkpoint."""
+        """The conductor's parameters, including those of `slo` and the workers' checkpoint."""
         section, slo = self.top.section("conductor"), self.top.section("slo")
         given = section.others()
         where = {name: (section, name) for name in given}  # parameter -> its section and key
@@ -423,7 +423,8 @@ class _PoolReader:
         return Elastic(least, most, dram_bytes)
 
     def _workers(self, role: str, parameters: Mapping[str, str], port: int) -> Iterator[WorkerSpec]:
-        """The workers of each host, from their number or from a list of their parameters."""
+        """The workers of all hosts. The file has for each host their number, or a list with the
+        parameters of each worker."""
         section = self.section.section("workers")
         for host in section.names():
             entry = section.entry(host)
@@ -457,7 +458,7 @@ class _PoolReader:
                 )
 
     def _node_of(self, host: str, number: int) -> str:
-        """A storage node of the host, chosen round-robin; "" if the host has none."""
+        """The storage node of the host's worker `number`, round-robin; "" if there is no node."""
         own = [node.name for node in self.file.nodes if node.host == host]
         return own[number % len(own)] if own else ""
 
@@ -468,7 +469,7 @@ class _PoolReader:
         section: FileSection,
         only: Mapping[str, str] | None = None,
     ) -> None:
-        """Note the mistakes of `raw`; if `only` is given, only those of its parameters."""
+        """Note the mistakes of the parameters `raw`. With `only`, note just those of `only`."""
         known = _known(role, {**self.shipped, **raw})
         for name in (raw if only is None else only).keys() - known:
             section.note(name, f"unknown parameter{did_you_mean(name, known)}")
@@ -496,7 +497,7 @@ def _parameter_of(problem: str, raw: Mapping[str, str]) -> str:
 
 
 def _agreed(settings: Mapping[str, Mapping[str, str]], top: FileSection) -> str:
-    """Note parameters of FINGERPRINT that differ between pools; returns the checkpoint."""
+    """Note each parameter of FINGERPRINT that differs between pools; returns the checkpoint."""
     for name in FINGERPRINT:
         default = str(getattr(TrtllmConfig() if name in OF_TRTLLM else WorkerConfig(), name))
         values = {pool: each.get(name, default) for pool, each in settings.items()}
@@ -558,10 +559,10 @@ def _check_addresses(deployment: Deployment, top: FileSection) -> None:
 
 
 def _is_address(text: str) -> bool:
-    """True for an IPv4 address or DNS name at which another host can be reached."""
+    """True if the text has the form of a host's address: a unicast IPv4 address or a DNS name."""
     if is_ip(text):
         return not IPv4Address(text).is_unspecified and not IPv4Address(text).is_multicast
-    is_number = re.fullmatch(r"[\d.]+", text, re.ASCII)  # 10.0.0.300, 10.1
+    is_number = re.fullmatch(r"[\d.]+", text, re.ASCII)  # a mistyped IPv4 address, like 10.0.0.300
     return bool(DNS_NAME.fullmatch(text)) and not is_number
 
 

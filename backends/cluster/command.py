@@ -1,4 +1,4 @@
-"""The commands of `mooncake cluster`. Each reads the cluster file and reports its mistakes."""
+"""The commands of `mooncake cluster`. Each command reads the cluster file and checks it first."""
 
 from __future__ import annotations
 
@@ -60,13 +60,12 @@ Base = Annotated[
     Path, typer.Option("--model-repository", help="The model repository to render from.")
 ]
 
-# Errors that a command prints without a traceback.
 FAILURES = (ClusterFileInvalid, TemplateMissing, tenants_file.TenantsInvalid, StoreError, OSError)
 
 
 @contextlib.contextmanager
 def shown_mistakes() -> Iterator[None]:
-    """Print mistakes of the file, or another of FAILURES, to stderr and exit with status 1."""
+    """Print an exception of FAILURES to stderr, without a traceback, and exit with status 1."""
     try:
         yield
     except FAILURES as error:
@@ -75,12 +74,11 @@ def shown_mistakes() -> Iterator[None]:
 
 
 def print_line(line: str) -> None:
-    """Print a line without markup and without wrapping."""
     console.print(line, markup=False, soft_wrap=True)
 
 
 def plans_of(deployment: Deployment, host: str) -> list[HostPlan]:
-    """The plan of `host`, or of all hosts if it is ""; BadParameter for an unknown host."""
+    """The plan of `host`; for "", those of all hosts. Raises BadParameter for an unknown host."""
     if host and host not in deployment.hosts:
         known = ", ".join(deployment.hosts)
         raise typer.BadParameter(f"there is no host {host!r} in {deployment.path}; known: {known}")
@@ -93,7 +91,7 @@ def check(
     host: OneHost = "",
     model_repository: Base = Path("model_repository"),
 ) -> None:
-    """Print every mistake of the file, each host's processes, and live edits that differ."""
+    """Print every mistake of the file, each host's processes, and models that differ on disk."""
     with shown_mistakes():
         deployment = load(cluster, model_repository)
         plans = plans_of(deployment, host)
@@ -115,8 +113,8 @@ def status(
 ) -> None:
     """All hosts: etcd, directory, storage nodes, frontends, workers.
 
-    The exit status is 1 if any part in the file is down, with a line for each part; else 0.
-    Frontends that listen on loopback cannot be checked and do not count.
+    The exit status is 1 if a part in the file is down or the directory does not answer, else 0.
+    Frontends that listen on loopback are not checked.
     """
     with shown_mistakes():
         deployment = load(cluster)
@@ -148,7 +146,7 @@ def drain(
     deadline_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600.0,
     keys_of: KeysOf = "",
 ) -> None:
-    """Drain a host before it is stopped: requests finish or move, its only copies are copied."""
+    """Drain a host before a stop: its requests finish or move, and its only copies are copied."""
     with shown_mistakes():
         deployment = load(cluster)
         if host not in deployment.hosts and not deployment.elastic_pools:
@@ -197,7 +195,7 @@ def render_models(
 
 @render.command("firewall")
 def render_firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") -> None:
-    """Write nftables rules for the ports of each host. Hosts of elastic pools use
+    """Write nftables rules for the ports of each host. The elastic hosts of a pool use
     POOL-elastic/firewall.nft."""
     with shown_mistakes():
         deployment = load(cluster)
@@ -311,9 +309,9 @@ def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> P
 
 
 def join_as_operator(deployment: Deployment, host: str = "") -> str:
-    """Set the variables of this process for the keys of `host`; returns the directory's address.
-    Without `host`, the first host whose keys are on this machine. Raises ClusterFileInvalid if the
-    file names a folder of keys and this machine has none of them."""
+    """Set the environment variables with which this process connects as `host`; returns the address
+    of the directory. Without `host`, use the first keys on this machine. Raises ClusterFileInvalid
+    if the deployment has keys, but this user can read none of them here."""
     if deployment.is_insecure:
         os.environ[INSECURE_VARIABLE] = "1"
     if deployment.keys_folder:

@@ -1,17 +1,18 @@
 """The parts of a deployment, as its cluster file defines them.
 
     name, hosts                name of the deployment; its machines with their addresses
-    etcd, directories          etcd, which elects the serving directory; hosts of directories
-    storage_nodes              DRAM and SSD of hosts
-    frontends                  addresses for clients
+    etcd, directories          the directory, which knows where each KV block is; its election
+    storage_nodes              processes that hold KV blocks in DRAM and on SSD
+    frontends                  Tritons that clients call
     pools, defaults            groups of equal workers; parameters of all pools
     conductor, slo             parameters of routing and admission; latency targets
-    keys, trusted_data_network access keys; network interfaces on which KV moves unencrypted
+    keys                       keys of the hosts
+    trusted_data_network       network interfaces on which KV moves unencrypted
 
-`load` and `parse` return only a valid `Deployment`. A file with mistakes raises
+`cluster_file.load` returns only a valid `Deployment`. A file with mistakes raises
 `ClusterFileInvalid`, which lists all mistakes, each with its line, path and remedy.
 
-Not here: reading the file (cluster_file.py), what one host runs (host_plan.py).
+Not here: the processes of one host (host_plan.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 OCTETS = frozenset(map(str, range(256)))
-HOST_PORT_STEP = 10  # difference of the frontend ports of two hosts with one address
-NODE_PORT = 7010  # control port of a host's first storage node; its data port follows
+HOST_PORT_STEP = 10  # difference between the frontend ports of successive hosts with one address
+NODE_PORT = 7010  # default control port of a host's first storage node; its data port is 7011
 
 
 class ClusterFileInvalid(Exception):
-    """`problems`: every mistake, each with its line and a remedy."""
+    """`problems`: every mistake with its line or key, and a remedy."""
 
     def __init__(self, path: str, problems: tuple[str, ...]) -> None:
         lines = "\n".join(f"  - {line}" for line in problems)
@@ -35,20 +36,20 @@ class ClusterFileInvalid(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine, or one of several hosts on a machine."""
+    """The machine of one `mooncake serve`. Several hosts may share one machine."""
 
     name: str
     address: str  # IPv4 address or DNS name that other hosts use
-    listen: str  # local address that its processes bind
+    listen: str  # local IPv4 address that its processes bind
     identity: str = ""  # distinguishes hosts that share a kernel; "": the machine's own identity
-    state_dir: str = ""  # relative to the folder of the cluster file
-    rack: str = ""
+    state_dir: str = ""  # relative paths start at the folder of the cluster file
+    rack: str = ""  # nodes with the same label have a short network path; "": no label
     environment: Mapping[str, str] = field(default_factory=dict)  # variables of all its processes
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdCluster:
-    """Members on `hosts`, which `mooncake serve` starts, or `endpoints` of a running etcd."""
+    """Either `hosts` on which `mooncake serve` starts members, or `endpoints` of another etcd."""
 
     hosts: tuple[str, ...] = ()
     endpoints: tuple[str, ...] = ()  # HOST:PORT
@@ -61,7 +62,7 @@ class Directories:
     hosts: tuple[str, ...]
     port: int = 7001
     events_port: int = 7002
-    ttl_s: int = 3  # of the leader's lease: a dead leader is replaced after this time
+    ttl_s: int = 3  # seconds of the leader's lease in etcd; then a dead leader is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,9 @@ class NodeSpec:
     name: str
     host: str
     dram_bytes: int
-    ssd_bytes: int = 0
-    ssd_path: str = ""  # relative to the host's state_dir
-    segment_path: str = ""  # file of its memory; "": a file of the launcher in /dev/shm
+    ssd_bytes: int = 0  # 0: no SSD tier
+    ssd_path: str = ""  # relative paths start at the host's state_dir
+    segment_path: str = ""  # file that it maps as KV memory; "": a file of the launcher in /dev/shm
     control_port: int = NODE_PORT
     data_port: int = NODE_PORT + 1
 
@@ -93,16 +94,17 @@ class WorkerSpec:
     model: str  # its name: POOL_HOST_NUMBER
     host: str
     grpc_port: int
-    store_node: str
+    store_node: str  # storage node on the same host, to which the worker writes KV
     parameters: Mapping[str, str] = field(default_factory=dict)  # override those of the pool
 
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """The number of elastic hosts of a pool: hosts outside the file, with a storage node each."""
+    """Numbers of elastic hosts of a pool. An elastic host is not in the file, and runs one worker
+    and one storage node."""
 
-    least: int
-    most: int  # least <= most
+    least: int  # 0 <= least <= most
+    most: int
     dram_bytes: int = 1 << 30  # of each host's storage node
 
 
@@ -110,7 +112,7 @@ class Elastic:
 class PoolSpec:
     name: str
     role: str  # prefill | decode
-    grpc_port: int  # of its first worker on a host; further workers use the following ports
+    grpc_port: int  # of the first worker on each host; further workers use the following ports
     parameters: Mapping[str, str]  # of config.pbtxt, including those of `defaults`
     workers: tuple[WorkerSpec, ...]
     elastic: Elastic | None = None
@@ -121,7 +123,7 @@ class Deployment:
     """A valid cluster file."""
 
     name: str
-    path: str  # of the file, as the operator named it
+    path: str  # of the cluster file, as the operator named it
     hosts: Mapping[str, Host]
     etcd: EtcdCluster | None
     directories: Directories
@@ -129,9 +131,9 @@ class Deployment:
     frontends: Frontends
     pools: tuple[PoolSpec, ...]
     conductor: Mapping[str, str]  # parameters of the model `conductor`
-    checkpoint: str  # path of the checkpoint of all workers and tokenizers
-    keys_folder: str = ""  # relative to the folder of the file; "": the deployment has no keys
-    is_insecure: bool = False
+    checkpoint: str  # path of the checkpoint of all workers and tokenizers, or "demo"
+    keys_folder: str = ""  # relative paths start at the file's folder; "": there are no keys
+    is_insecure: bool = False  # True: the operator accepts connections without keys
     trusted_data_network: tuple[str, ...] | None = None  # interfaces; None: all are trusted
 
     @property
@@ -170,7 +172,7 @@ class Deployment:
         return [*own, *self.etcd.endpoints]
 
     def ports(self) -> dict[tuple[str, int], list[tuple[str, str]]]:
-        """(address, port) -> (section of the file, name of the listener) for each listener."""
+        """(address, port) -> its listeners, each as (section of the file, name)."""
         found: dict[tuple[str, int], list[tuple[str, str]]] = {}
 
         def listen(section: str, host: str, port: int, user: str) -> None:
@@ -202,7 +204,7 @@ class Deployment:
 
 
 def is_loopback(address: str) -> bool:
-    """True if only this machine can reach the address, which has no port."""
+    """True for `localhost` and 127.0.0.0/8. `address` has no port."""
     return address == "localhost" or (address.startswith("127.") and address.count(".") == 3)
 
 

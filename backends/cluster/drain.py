@@ -1,18 +1,19 @@
-"""Drains a host while the deployment serves: its requests, then its only copies of blocks.
+"""Drains a host while the deployment serves: its requests, then the blocks that only it has.
 
     1. The host's workers accept no new requests.
-    2. Their requests finish. Requests that take too long are moved: they fail as if the worker
-       had left, and their frontends resume them on other workers.
+    2. Their requests finish. Requests that take too long are moved: the worker fails each of
+       them, and its frontend resumes the request on another worker.
     3. Blocks whose only copies are on nodes of the host are copied to nodes of other hosts.
-       Those nodes pull the blocks, so the bytes do not pass through this process. A block on SSD
-       is first loaded into its node's DRAM, so the host's nodes accept blocks until step 4.
-    4. The host's storage nodes accept no new blocks. Blocks that arrived since are copied too.
+       The target nodes pull the blocks, so the bytes do not pass through this process. A block
+       on SSD is first loaded into DRAM of the same node. The host's nodes therefore accept
+       blocks until step 4.
+    4. The host's storage nodes accept no new blocks. Blocks written since step 3 are copied too.
 
-Then the host can be stopped without loss. A restarted worker accepts requests again. The drain flag
-of a storage node stays until `undo`, until the node registers again, or until another directory
-leads.
+Then the host can be stopped without loss. A restarted worker accepts requests again. The directory
+keeps the drain flag of a storage node until `undo`, until the node registers again, or until
+another directory leads.
 
-Requests of the host's own frontend are not moved, because they are bound to client connections.
+Streams of the host's own frontend are not moved, because a stream is bound to its connection.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import SSD_SUFFIX, WorkerInfo
 
-LOOK_S = 1.0  # between two calls for worker reports, which return a snapshot of all blocks
-MOVED_AT_ONCE = 256  # blocks of one copy call
-COPY_S_MAX = 30.0  # limit of one copy call
-ASK_S_MAX = 1.0  # limit of a call to the directory in `move_requests`
-SNAPSHOT_S_MAX = 30.0  # limit of a call; a snapshot may have millions of blocks
+LOOK_S = 1.0  # pause between two reads of the worker reports; each read gets all blocks as well
+MOVED_AT_ONCE = 256  # limit of the blocks in one copy call
+COPY_S_MAX = 30.0  # timeout of one copy call
+ASK_S_MAX = 1.0  # timeout of a call to the directory in `move_requests`
+SNAPSHOT_S_MAX = 30.0  # timeout of other calls; a snapshot may have millions of blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +50,10 @@ class Left:
 
 
 def move_requests(directory: str, workers: Collection[str], secret: str) -> None:
-    """Move the requests of these workers to other workers at once, before their processes end. A
-    worker is notified only if the directory returns its address within ASK_S_MAX. The requests of
-    another worker are resumed after this worker has ended."""
+    """Send a message to these workers, so that they fail their requests at once and frontends
+    resume the requests on other workers. If the directory does not return the workers' addresses
+    within ASK_S_MAX, nothing is sent: the requests are then resumed after their worker has ended.
+    """
     with (
         contextlib.suppress(StoreError),
         DirectoryClient(directory, ASK_S_MAX) as client,
@@ -86,7 +88,7 @@ class HostDrain:
         return bool(nodes & self._nodes or self._workers(snapshot.workers))
 
     def undo(self) -> None:
-        """Let the host's workers and nodes accept requests and blocks again."""
+        """Make the host's workers and nodes accept requests and blocks again."""
         self._drain_workers(False)
         self._drain_nodes(False)
 
@@ -130,7 +132,8 @@ class HostDrain:
         )
 
     def _workers(self, workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
-        """The host's workers in the file, and workers that an operator added with similar names."""
+        """The host's workers in the file, and other workers with names POOL_HOST_..., like that of
+        an elastic host."""
         return [
             worker
             for worker in workers
@@ -147,9 +150,10 @@ class HostDrain:
         ]
 
     def _copy_lonely(self, give_up_s: float, on_progress: Callable[[str], None]) -> int:
-        """Copy until every block has a copy on another host, or no further block can be copied;
-        returns the number of blocks without such a copy. Whole batches go to one node, because a
-        prefix is most useful if one node has all its blocks. Other blocks are scattered."""
+        """Copy until every block has a copy on another host, or until no further block can be
+        copied. Returns the number of blocks without such a copy. A batch goes to one node, because
+        a prefix is most useful if one node has all its blocks. After a pass without progress, the
+        next pass chooses a node for each block."""
         blocks, is_scattered = self._lonely(), False
         while blocks and time.monotonic() < give_up_s:
             on_progress(f"{len(blocks)} blocks are on {self.host} alone")

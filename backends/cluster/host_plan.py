@@ -1,7 +1,9 @@
 """The plan of one host of a deployment: its processes with addresses, sizes and environment.
 
-A plan is derived from the `Deployment` alone. Where a plan has two addresses, the process binds the
-address `listen...` and advertises the other one.
+`host_plan` derives a plan from the `Deployment` alone. Where a plan has two addresses for one port,
+the process binds the address `listen...`, and other processes connect to the other address.
+
+Not here: the plan of a single machine (launcher/launch_plan.py).
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ class EtcdMember:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryPlan:
-    """A directory that this host starts; with etcd, it serves while it is the elected leader."""
+    """A directory that this host starts. With etcd, it serves while it is the elected leader."""
 
-    listen: str  # tcp://HOST:PORT
+    listen: str  # tcp://HOST:PORT; on a single machine ipc://PATH
     listen_events: str
     advertised: str
     advertised_events: str
     etcd: str = ""  # etcd://...; "": no election
-    ttl_s: int = 0  # of the leader's lease in etcd
+    ttl_s: int = 0  # seconds of the leader's lease in etcd; unused without an election
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +46,30 @@ class NodePlan:
     """A storage node that this host starts."""
 
     name: str
-    control: str  # tcp://HOST:PORT
+    control: str  # tcp://HOST:PORT; on a single machine ipc://PATH
     listen_control: str
     dram_bytes: int
-    ssd_bytes: int
-    ssd_path: str  # relative to state_dir
-    data: str = ""  # HOST:PORT; "" on a single machine
+    ssd_bytes: int  # 0: no SSD tier
+    ssd_path: str  # relative paths start at state_dir
+    data: str = ""  # HOST:PORT for KV transfers; "" on a single machine
     listen_data: str = ""
-    segment_path: str = ""  # file of its memory; "": a file of the launcher in /dev/shm
-    rack: str = ""
+    segment_path: str = ""  # file that it maps as KV memory; "": a file of the launcher in /dev/shm
+    rack: str = ""  # nodes with the same label have a short network path; "": no label
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayPlan:
-    """OpenAI's interface in front of this host's frontend."""
+    """The gateway: OpenAI's interface in front of this host's frontend."""
 
     listen: str  # HOST:PORT, shared by all its processes
     processes: int = 1
     certificate: str = ""  # PEM file; "": plain HTTP
-    private_key: str = ""
+    private_key: str = ""  # PEM file; "": plain HTTP
 
 
 @dataclass(frozen=True, slots=True)
 class FrontendPlan:
-    """The addresses of this host's frontend for clients, each HOST:PORT."""
+    """The addresses at which clients reach this host's frontend, each HOST:PORT."""
 
     http: str
     grpc: str
@@ -78,12 +80,12 @@ class FrontendPlan:
 class WorkerPlan:
     """A worker, which runs in a Triton of its own."""
 
-    model: str
+    model: str  # name of the worker and of its Triton model
     pool: str
-    role: str
+    role: str  # prefill | decode
     grpc: str  # HOST:PORT that frontends call
     listen_grpc: str
-    store_node: str
+    store_node: str  # storage node on this host, to which the worker writes KV
     parameters: Mapping[str, str]  # parameters of its config.pbtxt, without store_node
 
 
@@ -91,15 +93,15 @@ class WorkerPlan:
 class HostPlan:
     """All processes of one host. Relative paths start at `folder`."""
 
-    deployment: str
-    host: str
-    address: str
-    listen: str
-    folder: str  # folder of the cluster file
+    deployment: str  # its name; "" on a single machine
+    host: str  # its name; on a single machine the frontend's HTTP port
+    address: str  # without port; other hosts connect to it
+    listen: str  # without port; this host's processes bind it
+    folder: str  # folder of the cluster file; "." on a single machine
     state_dir: str
     model_repository: str
-    directory_address: str  # for all clients of the directory
-    events_address: str  # "": the elected leader announces it
+    directory_address: str  # for all clients of the directory: tcp://, ipc:// or etcd://
+    events_address: str  # of the directory's events; "": the elected leader announces it
     metrics: str  # HOST:PORT of this host's metrics page
     etcd: EtcdMember | None = None
     directory: DirectoryPlan | None = None
@@ -110,7 +112,7 @@ class HostPlan:
 
     @property
     def shm_bytes(self) -> int:
-        """Size of the host's memory segments in /dev/shm, without those in other folders."""
+        """Size of the storage nodes' memory in /dev/shm. Segments in other folders do not count."""
         return sum(
             node.dram_bytes
             for node in self.storage_nodes
@@ -153,9 +155,9 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
 
 
 def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: str) -> HostPlan:
-    """The plan of an elastic host: one worker of an elastic pool, and the storage node that the
-    worker writes KV to. The host is not in the file and is reached at `address`. Raises KeyError if
-    there is no elastic pool of this name."""
+    """The plan of an elastic host: one worker of an elastic pool, and the storage node to which the
+    worker writes KV. The host is not in the file; `address` is the host's. Raises KeyError if there
+    is no elastic pool of this name."""
     pool = {pool.name: pool for pool in deployment.elastic_pools}[pool_name]
     assert pool.elastic is not None
     host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
@@ -172,7 +174,7 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
 
 def gpus_of(workers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Model -> its CUDA devices, for the TensorRT-LLM workers of one host. `workers` maps models to
-    their parameters. A worker without `gpus` gets the next tp_size devices that no worker names."""
+    their parameters. A worker without `gpus` gets the next tp_size free devices."""
     on_gpus = {model: raw for model, raw in workers.items() if raw.get("engine") == "tensorrt_llm"}
     named = {gpu.strip() for raw in on_gpus.values() for gpu in raw.get("gpus", "").split(",")}
     free = (number for number in itertools.count() if str(number) not in named)
@@ -317,12 +319,12 @@ def _at(address: str, port: int) -> str:
 
 
 def reached_at(listen: str, address: str) -> str:
-    """HOST:PORT for callers of a process that listens on `listen`. `address` replaces 0.0.0.0."""
+    """HOST:PORT at which callers reach the listener `listen`. `address` replaces 0.0.0.0."""
     host, port = host_and_port(listen)
     return _at(address if host == "0.0.0.0" else host, port)
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of [SCHEME://]HOST:PORT."""
+    """(HOST, PORT) of [SCHEME://]HOST:PORT."""
     host, _, port = address.rpartition("//")[2].rpartition(":")
     return host, int(port)

@@ -1,13 +1,13 @@
 """One mapping of the cluster file, read key by key; mistakes are noted with line and path.
 
-A reader reads the keys of its section and calls `close`, which reports unread keys as unknown. A
-value that cannot be read is noted and replaced by its default. One pass over the file therefore
-finds all mistakes.
+cluster_file.py reads the keys of a section and calls `close`, which notes unread keys as unknown. A
+value that cannot be read is noted as a mistake and replaced by its default. One pass over the file
+therefore finds all mistakes.
 
 YAML is parsed into a tree whose entries have line numbers. A scalar keeps its text, so `yes`,
-`0700` and `1:30` are not converted. The reader of an entry converts it to a port or a size. Anchors
-and `<<` are supported. Duplicate keys, tags, entries that contain themselves, and files that unfold
-to too many entries are rejected. For any text, `read_tree` raises only `YamlInvalid`.
+`0700` and `1:30` are not converted. `FileSection` converts the text of a port or a size. Aliases
+and merge keys (`<<`) are supported. Duplicate keys, tags, entries that contain themselves, and more
+than ENTRIES_MAX entries are rejected. For any text, `read_tree` raises only `YamlInvalid`.
 
 Not here: which keys exist (deployment.py).
 """
@@ -26,15 +26,15 @@ PORT_MAX = 65_535
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
 CHARACTERS_MAX = 256 * 1024
-ENTRIES_MAX = 20_000  # an alias counts at each use
+ENTRIES_MAX = 20_000  # limit of entries; an aliased entry counts again at each alias
 DEPTH_MAX = 20
-NOTHING = ("", "~", "null", "Null", "NULL")
+NOTHING = ("", "~", "null", "Null", "NULL")  # unquoted scalars that count as an empty entry
 PLAIN_TAGS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value", "map", "seq")
 MERGE = "<<"
 
 
 class YamlInvalid(Exception):
-    """The text is no valid tree; the message names the line and the remedy."""
+    """The text cannot be read as YAML; the message names the line and the problem."""
 
     def __init__(self, line: int, what: str) -> None:
         super().__init__(f"line {line}: {what}")
@@ -42,13 +42,13 @@ class YamlInvalid(Exception):
 
 @dataclass(slots=True)
 class YamlEntry:
-    """One value of the file: at most one of `text`, `items` and `keys` is set."""
+    """One value of the file. One of `text`, `items` and `keys` is set; none if it is empty."""
 
-    line: int
-    text: str | None = None
-    items: list[YamlEntry] | None = None
-    keys: dict[str, YamlEntry] | None = None
-    key_lines: dict[str, int] = field(default_factory=dict)
+    line: int  # line at which the value begins, counted from 1
+    text: str | None = None  # of a scalar
+    items: list[YamlEntry] | None = None  # of a list
+    keys: dict[str, YamlEntry] | None = None  # of a mapping
+    key_lines: dict[str, int] = field(default_factory=dict)  # key of the mapping -> its line
 
     @property
     def is_empty(self) -> bool:
@@ -56,7 +56,7 @@ class YamlEntry:
 
 
 def read_tree(text: str) -> tuple[YamlEntry, list[tuple[int, str]]]:
-    """The tree, and (line, problem) of each mistake in it. Raises YamlInvalid."""
+    """The tree, and (line, problem) of each mistake in it. Raises YamlInvalid without a tree."""
     if len(text) > CHARACTERS_MAX:
         what = f"{len(text)} characters, but the limit is {CHARACTERS_MAX}: check the file's name"
         raise YamlInvalid(1, what)
@@ -159,7 +159,7 @@ class Mistakes:
     found: list[tuple[int, str, str]] = field(default_factory=list)  # line, path, problem
 
     def note(self, line: int, path: str, what: str) -> None:
-        if (line, path, what) not in self.found:  # an alias repeats its mistakes
+        if (line, path, what) not in self.found:  # an alias repeats the mistakes of its entry
             self.found.append((line, path, what))
 
     def lines(self) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class Mistakes:
 
 
 class FileSection:
-    """A mapping. A missing, empty or invalid section reads as a mapping without keys."""
+    """A mapping of the file. A missing, empty or invalid section counts as one without keys."""
 
     def __init__(
         self, entry: YamlEntry | None, path: str, mistakes: Mistakes, line: int = 1
@@ -180,7 +180,7 @@ class FileSection:
         self.line = entry.line if entry else line
         self._keys = (entry.keys or {}) if entry else {}
         self._key_lines = entry.key_lines if entry else {}
-        self._read: set[str] = set()  # keys that were read
+        self._read: set[str] = set()  # keys that were looked up; the file may lack them
         self.is_there = bool(entry and entry.keys is not None)
         if entry and entry.keys is None and not entry.is_empty:
             mistakes.note(entry.line, path, "must be a mapping of keys to values")
@@ -214,7 +214,7 @@ class FileSection:
         return list(self._keys)
 
     def others(self, *excluded: str) -> dict[str, str]:
-        """Key -> its single value, for all keys but `excluded`; empty keys are left out."""
+        """Key -> its single value, for all keys but `excluded`. Keys without a value are absent."""
         return {
             name: text
             for name in self._keys
@@ -223,7 +223,7 @@ class FileSection:
         }
 
     def text(self, key: str) -> str | None:
-        """A single value as it is written; None if the key has no value."""
+        """The value as it is written; None for no value, and (noted) for a list or a mapping."""
         entry = self.entry(key)
         if entry is None or entry.is_empty:
             return None
@@ -276,7 +276,7 @@ class FileSection:
         return default
 
     def words(self, key: str, if_twice: str = "remove one") -> list[tuple[str, int]]:
-        """A list of single values, each with its line. A single value counts as a list of one."""
+        """(value, line) of a list of single values. A single value counts as a list of one."""
         entry = self.entry(key)
         if entry is None or entry.is_empty:
             return []
@@ -297,14 +297,14 @@ class FileSection:
         return found
 
     def close(self) -> None:
-        """Note the keys that were not read."""
+        """Note each unknown key, which is a key that was not looked up."""
         for name in self._keys:
             if name not in self._read:
                 self.note(name, f"unknown key{did_you_mean(name, self._read)}")
 
 
 def did_you_mean(word: str, known: set[str]) -> str:
-    """The remedy for an unknown word, to be appended to the problem; "" if nothing is known."""
+    """The remedy for an unknown word, to be appended to the problem; "" if `known` is empty."""
     near = difflib.get_close_matches(word[:100], sorted(known), n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"

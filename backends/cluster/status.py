@@ -1,6 +1,6 @@
 """The state of all hosts of a deployment, from etcd, the directory and the frontends.
 
-A part that does not answer has the reason as its state. No query takes longer than a few seconds.
+The state of a part that does not answer is the reason. Each query times out after ASK_S_MAX.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mooncake_store.records.membership import WorkerInfo
 from mooncake_store.records.status import DirectoryStats, HolderStats
 
 ASK_S_MAX = 2.0
-ASKED_AT_ONCE = 32
+ASKED_AT_ONCE = 32  # limit of parallel queries
 UP, DOWN, UNKNOWN = "up", "DOWN", "not asked"
 
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """The parts of a host, or of an etcd endpoint outside the hosts, with their states."""
+    """The parts of a host and their states. An etcd endpoint outside the hosts counts as a host."""
 
     name: str
     address: str
-    parts: Mapping[str, str] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)  # name of the part -> its state
 
     @property
     def down(self) -> list[str]:
@@ -50,8 +50,8 @@ class HostStatus:
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
     hosts: Sequence[HostStatus]
-    strangers: Sequence[str]  # workers and nodes that the cluster file lacks
-    problem: str = ""  # why the directory did not answer
+    strangers: Sequence[str]  # a line for each registered worker or node that the file lacks
+    problem: str = ""  # why the directory did not answer; "" if it did
 
     @property
     def is_well(self) -> bool:
@@ -60,14 +60,14 @@ class FleetStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The answers of etcd and the directory; empty if they do not answer."""
+    """The answers of etcd and the directory. Fields keep their defaults without an answer."""
 
     leader: str = ""  # address of the leading directory
-    # Addresses of directories that wait for election; None: unknown.
+    # Addresses of the directories that wait for an election; None: etcd does not answer.
     waiting: Collection[str] | None = None
     snapshot: Snapshot | None = None
     stats: DirectoryStats | None = None
-    problem: str = ""
+    problem: str = ""  # why etcd or the directory did not answer; "" if both did
 
 
 def fleet_status(deployment: Deployment, directory: str) -> FleetStatus:
@@ -124,14 +124,14 @@ def _answers(url: str) -> str:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Ignores http_proxy. Members of etcd require this host's certificate."""
+    """Ignores http_proxy, and presents this host's certificate, which etcd members require."""
     contexts = contexts_of_process()
     tls = urllib.request.HTTPSHandler(context=contexts.client if contexts is not None else None)
     return direct_opener(tls)
 
 
 def _unreached(ready_url: str) -> dict[str, str]:
-    """worker -> reason, for the workers that this frontend cannot call."""
+    """Worker -> reason, for the workers that this frontend cannot call."""
     url = ready_url.removesuffix("ready") + "generate"
     asked = json.dumps({"stream": False, "describe": True}).encode()
     try:
@@ -194,7 +194,7 @@ def _worker(snapshot: Snapshot, model: str) -> str:
 
 
 def _strangers(deployment: Deployment, known: _Known) -> list[str]:
-    """Registered workers and nodes that the file lacks, such as those of elastic pods."""
+    """A line for each registered worker or node that the file lacks, as on elastic hosts."""
     if known.snapshot is None:
         return []
     models = {worker.model for worker in deployment.workers}
