@@ -1,8 +1,8 @@
-"""Parameters of each model's config.pbtxt, all checked together.
+"""Parameters of each model's config.pbtxt: types, defaults and checks.
 
-One frozen dataclass per model. `read_config` builds it from Triton's `parameters`, or raises an
-error with every mistake and its remedy. Not here: tensors (tensors.py), the conductor's scheduling
-parameters (conductor/config.py).
+`read_config` builds a frozen dataclass from Triton's `parameters`. If parameters are wrong, it
+raises one error that lists every mistake with its remedy. Not here: tensors (tensors.py), the
+conductor's scheduling parameters (conductor/config.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
 ROLES = ("one", "both")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
-# Old names of parameters, accepted for one release with a warning in the log.
+# Old -> new name of a parameter. Old names are accepted for one release, with a logged warning.
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
 RECORDING_BYTES_MIN = 2**20
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class Config(Protocol):
-    def problems(self) -> list[str]: ...
+    def problems(self) -> list[str]: ...  # every mistake with its remedy; [] if there is none
 
 
 C = TypeVar("C", bound=Config)
@@ -44,23 +44,23 @@ class WorkerConfig:
 
     checkpoint: str = "demo"  # "demo", or a Hugging Face folder (see checkpoint_folder)
     engine: str = "torch"  # torch | tensorrt_llm
-    dtype: str = "float32"  # float32 | bfloat16
-    kv_dtype: str = "auto"  # auto: as the checkpoint specifies, else as dtype | fp8
+    dtype: str = "float32"  # of weights: float32 | bfloat16; with tensorrt_llm also float16
+    kv_dtype: str = "auto"  # of KV: auto (the checkpoint's KV dtype, or else `dtype`) | fp8
     device: str = "cpu"  # cpu | cuda | cuda:N
-    threads: int = 1  # CPU threads of the engine; all workers of a host share its cores
-    store_node: str = "s0"  # the storage node to which this worker belongs
-    block_tokens: int = 64  # tokens per block; equal in all workers, or no prefix is found
-    context_tokens_max: int = 0  # longest prompt + output; 0: the checkpoint's limit
-    kv_pages: int = 256  # engine memory, in pages of block_tokens tokens
-    transport: str = "auto"  # auto | mapped | nixl | tcp: transport from the store
-    lease_s: float = 30.0  # lease of a request's blocks, without renewal
-    transfer_s_max: float = 5.0  # deadline of one transfer; a later transfer counts as a miss
-    # A pipeline group: prefill workers that share the model's layers and compute prompts together.
+    threads: int = 1  # CPU threads of the engine, 1 to 256; all workers of a host share its cores
+    store_node: str = "s0"  # name of the storage node whose memory this worker maps
+    block_tokens: int = 64  # tokens per block: a power of two, equal in all workers of a store
+    context_tokens_max: int = 0  # longest prompt + output in tokens; 0: the checkpoint's limit
+    kv_pages: int = 256  # KV memory of the engine, in pages of block_tokens tokens; >= 2
+    transport: str = "auto"  # of KV from storage nodes: auto | mapped | nixl | tcp
+    lease_s: float = 30.0  # seconds until a lease on a request's blocks ends without renewal; >= 1
+    transfer_s_max: float = 5.0  # deadline of a transfer, < lease_s; a late block counts as missing
+    # A pipeline group: prefill workers with a share of the model's layers each.
     pipeline_group: str = ""  # name of the group, equal in its workers; empty: no group
     pipeline_stage: int = 0  # this worker's stage; 0 <= pipeline_stage < pipeline_stages
     pipeline_stages: int = 1  # number of workers in the group
-    # one: the role of its backend. both: it starts with that role, and can take the other one
-    # (role_flips of the conductor). Then it has the parameters of both roles; torch only.
+    # one: the worker keeps the role of its backend. both: the worker starts in that role, and the
+    # conductor may change its role (role_flips). With both, parameters of both roles may be set.
     roles: str = "one"
 
     def problems(self) -> list[str]:
@@ -117,12 +117,12 @@ class WorkerConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig(WorkerConfig):
-    """model_repository/prefill_*/config.pbtxt."""
+    """Parameters in model_repository/prefill_*/config.pbtxt."""
 
-    chunk_tokens: int = 512  # most tokens of a prefill step; bounds the wait of the next request
-    # Layer-wise prefill of prompts longer than a step, while the next layer's prefix is loaded.
+    chunk_tokens: int = 512  # longest prefill step in tokens; bounds the wait of the next prompt
+    # Compute prompts longer than chunk_tokens layer by layer, while the next layer's prefix loads.
     layerwise: bool = True
-    queue_requests_max: int = 512  # waiting prompts; further requests are rejected
+    queue_requests_max: int = 512  # waiting prompts at most; further requests are rejected
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
@@ -140,10 +140,10 @@ class PrefillConfig(WorkerConfig):
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig(WorkerConfig):
-    """model_repository/decode_*/config.pbtxt."""
+    """Parameters in model_repository/decode_*/config.pbtxt."""
 
-    slots: int = 32  # sequences in the batch
-    queue_requests_max: int = 512  # requests waiting for the batch; further ones are rejected
+    slots: int = 32  # sequences in the decode batch at most, 1 to 4096
+    queue_requests_max: int = 512  # requests that wait for the batch at most; others are rejected
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
@@ -158,7 +158,7 @@ class DecodeConfig(WorkerConfig):
 
 @dataclass(frozen=True, slots=True)
 class TokenizerConfig:
-    """model_repository/{preprocessing,postprocessing}/config.pbtxt."""
+    """Parameters in model_repository/{preprocessing,postprocessing}/config.pbtxt."""
 
     checkpoint: str = "demo"
 
@@ -190,8 +190,8 @@ def read_configs(
     count: int = 1,
     together: Callable[..., Iterable[str]] = lambda *configs: (),
 ) -> list[Any]:
-    """One object per class from one flat list of parameters; classes may share names. `count`: the
-    model's instances. `together` finds problems across the objects. Raises ConfigError."""
+    """One object for each class, all from the same parameters. `count`: number of the model's
+    instances. `together` yields mistakes that depend on several objects. Raises ConfigError."""
     configs, found = check_configs(classes, _by_new_names(model, raw), together)
     if count != 1:
         more = MORE_FRONTENDS if FrontendConfig in classes else MORE_WORKERS
@@ -207,7 +207,7 @@ def check_configs(
     raw: Mapping[str, str],
     together: Callable[..., Iterable[str]] = lambda *configs: (),
 ) -> tuple[list[Any], list[str]]:
-    """The objects, with defaults where a value cannot be read, and every mistake."""
+    """(one object for each class, every mistake). A default replaces each unreadable value."""
     known = {f.name: f for cls in classes for f in fields(cls)}  # type: ignore[arg-type]
     found = [
         f"unknown parameter {name!r}; known: {', '.join(sorted(known))}"
@@ -220,7 +220,7 @@ def check_configs(
             values[name] = convert(kind, raw[name])
         except ValueError:
             found.append(f"{name} is {raw[name]!r}; expected {kind}")
-    # Readable values are checked even beside unreadable ones, to report every mistake at once.
+    # Check the readable values although others are unreadable, to report every mistake at once.
     configs: list[Config] = []
     for cls in classes:
         own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
@@ -231,7 +231,7 @@ def check_configs(
 
 
 def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
-    """The parameters by their new names; if both names are set, the new one counts."""
+    """The parameters by their new names. If both names are set, the new name's value is used."""
     named = dict(raw)
     for old, new in OLD_NAMES.items():
         if old in named:
@@ -242,7 +242,7 @@ def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
 
 
 def convert(kind: str, text: str) -> object:
-    """The value of a parameter of this kind: bool, int, float or str. ValueError for other text."""
+    """Parse a parameter. `kind`: bool, int, float or str. Raises ValueError for any other text."""
     if kind == "bool":
         lowered = text.strip().lower()
         if lowered not in TRUE + FALSE:
@@ -253,17 +253,17 @@ def convert(kind: str, text: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class FrontendConfig:
-    """model_repository/conductor/config.pbtxt, beside the parameters of conductor/config.py."""
+    """Parameters in model_repository/conductor/config.pbtxt that conductor/config.py lacks."""
 
-    checkpoint: str = "demo"  # tokenizer and chat template; the same checkpoint as the workers'
-    requests_max: int = 256  # requests in flight; each holds a thread of the frontend
-    attempts_max: int = 3  # worker deaths and failures at which a request is given up
-    tenant_requests_share: float = 0.5  # of requests_max, for a tenant while others have requests
-    cancel_poll_s: float = 0.1  # period of checks for disconnected clients
-    output_tokens_default: int = 256  # default of max_tokens
-    messages_per_s_max: int = 0  # to all streaming clients; 0: by the number of cores
-    recording_folder: str = ""  # folder of traffic traces (see path_beside); "": no recording
-    recording_bytes_max: int = 2**30  # size of that folder's traces; the oldest are deleted
+    checkpoint: str = "demo"  # of tokenizer and chat template; the same checkpoint as the workers'
+    requests_max: int = 256  # requests in flight at most, 1 to 4096; each may hold a thread
+    attempts_max: int = 3  # a request is given up after so many deaths or failures of workers
+    tenant_requests_share: float = 0.5  # largest part of requests_max for one of several tenants
+    cancel_poll_s: float = 0.1  # seconds between checks for disconnected clients, 0.01 to 1
+    output_tokens_default: int = 256  # max_tokens of a request that has none
+    messages_per_s_max: int = 0  # stream messages per second to all clients; 0: from the cores
+    recording_folder: str = ""  # folder for recorded traffic (see path_beside); "": do not record
+    recording_bytes_max: int = 2**30  # total size of the recordings; the oldest are deleted
 
     def problems(self) -> list[str]:
         found = [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]
@@ -290,7 +290,7 @@ class FrontendConfig:
 
 
 def checkpoint_folder(checkpoint: str, repository: str) -> Path:
-    """The folder of `checkpoint`: the shipped one for "demo", else of `path_beside`. Raises
+    """The shipped demo checkpoint for "demo", otherwise the folder at `path_beside`. Raises
     ConfigError if the folder has no config.json."""
     if checkpoint == "demo":
         return Path(__file__).parent / "demo_checkpoint"
@@ -301,7 +301,7 @@ def checkpoint_folder(checkpoint: str, repository: str) -> Path:
 
 
 def path_beside(path: str, repository: str) -> Path:
-    """A path in config.pbtxt: relative paths start beside the model repository. Triton passes
-    parameters as UTF-8, and a process in another locale must open the same bytes."""
+    """Resolve a path of config.pbtxt; a relative path starts at the parent folder of `repository`.
+    Triton passes UTF-8. The result has the same bytes, also if the locale has another encoding."""
     of_this_process = os.fsdecode(path.encode("utf-8", "surrogateescape"))
     return Path(repository).resolve().parent / Path(of_this_process).expanduser()

@@ -1,10 +1,10 @@
-"""Every metric that this project shows on Triton's metrics port: name, kind, unit, meaning.
+"""Every metric of this project on the metrics page of `mooncake serve`: name, kind, unit, meaning.
 
-Metrics are declared only here: publishing another name, label or label value fails
-(backends/metrics/page.py), and docs/metrics.md is printed from this table (tools/metric_docs.py).
+A Triton model that publishes another name, label or label value fails (backends/metrics/page.py).
+docs/metrics.md is printed from this table (tools/metric_docs.py).
 
 Names follow Prometheus: base units (`_seconds`, `_bytes`), and `_total` at the end of a counter. A
-series of a Triton model also carries the label `model`, its publisher. Pure.
+series that a Triton model publishes also has the label `model`, the model's name. Pure.
 Not here: where a number comes from (backends/frontend/metrics.py, backends/workers/metrics.py).
 """
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["counter", "gauge", "histogram"]
-FRONTEND, PREFILL, DECODE = "conductor", "prefill", "decode"  # backends, not models
-GATEWAY = "gateway"  # not a model: the processes of --openai-port
+FRONTEND, PREFILL, DECODE = "conductor", "prefill", "decode"  # Triton backends of the publishers
+GATEWAY = "gateway"  # no Triton backend: the gateway processes (`mooncake serve --openai-port`)
 WORKERS = (PREFILL, DECODE)
 
-# Half a millisecond to two minutes, each bound 1.25 to 2 times the one before. This factor also
-# bounds the error of an interpolated percentile.
+# Upper bounds of histogram buckets. Each bound is 1.25 to 2 times the previous bound, so an
+# interpolated percentile between 0.5 ms and 120 s is wrong by at most this factor.
 SECONDS = (
     0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075,
     0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0,
@@ -44,7 +44,7 @@ SPAN_RESULTS = ("exported", "lost")
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """`values`: all possible values; (): any value."""
+    """A label of a metric. `values` lists the allowed values; () allows any value."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -54,15 +54,15 @@ class Label:
 class Metric:
     name: str
     kind: Kind
-    unit: str
+    unit: str  # a Prometheus base unit, or what is counted; "1": no unit
     publishers: tuple[str, ...]  # backends whose models publish the metric, or GATEWAY
-    meaning: str
+    meaning: str  # HELP text on the metrics page
     labels: tuple[Label, ...] = ()
-    buckets: tuple[float, ...] = ()
-    is_use: bool = False  # a gauge that is 0 while there is no load
+    buckets: tuple[float, ...] = ()  # upper bounds in `unit`; () except for a histogram
+    is_use: bool = False  # True for a gauge that returns to 0 when the load ends
 
     def series_labels(self) -> Iterator[dict[str, str]]:
-        """Every combination of label values; none if a label has unknown values."""
+        """Every combination of the allowed label values; none if a label allows any value."""
         found: list[dict[str, str]] = [{}]
         for label in self.labels:
             found = [{**labels, label.name: value} for labels in found for value in label.values]
@@ -98,8 +98,8 @@ def ratio(name: str, publisher: str, meaning: str) -> Metric:
 
 
 NODE = Label("node")
-TENANT = Label("tenant")  # a tenant in the file of API keys
-HEAT = Label("heat", ("1", "2", "4", "8"))
+TENANT = Label("tenant")  # a tenant in the file of API keys, or "(others)"
+HEAT = Label("heat", ("1", "2", "4", "8"))  # least hit rate of a block, in units of hot_hits_per_s
 PREDICTION = Label("kind", ("predicted", "actual"))
 NIC = Label("nic")
 TRANSPORT = Label("transport", ("mapped", "nixl", "tcp"))
@@ -302,7 +302,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "stuck card costs every transfer its whole deadline."),
     ),
     "TensorRT-LLM's own": tuple(
-        # As its own Triton model names them, for dashboards that know them.
+        # TensorRT-LLM's own Triton model has the same names, so its dashboards work here too.
         gauge(name, unit, WORKERS, f"{meaning} With engine tensorrt_llm only.", Label(label))
         for name, unit, meaning, label in (
             ("nv_trt_llm_request_metrics", "requests", "Requests in the engine.", "request_type"),

@@ -1,4 +1,4 @@
-"""The numbers of `mooncake status`: two readings of the metrics page give one view. Pure."""
+"""The figures of `mooncake status`, computed from two readings of the metrics page. Pure."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ Labels = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Our series at one moment, by their name on the page (`..._bucket` included)."""
+    """One reading of the metrics page: the series whose name begins with `mooncake_`."""
 
-    read_at_s: float  # a monotonic clock
+    read_at_s: float  # time of the reading, in s of a monotonic clock
+    # Name -> (labels, value) of each series. A histogram has the names NAME_bucket and so on.
     series: Mapping[str, list[tuple[Labels, float]]] = field(default_factory=dict)
 
     @property
     def is_empty(self) -> bool:
-        """True if the page is of another server, or of ours before its first metric."""
+        """True for a page of another server, or before `mooncake serve` has loaded a model."""
         return not self.series
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of all series of `name` with `labels`; 0 without any."""
+        """The sum of all series of `name` that have these labels; 0 if there is none."""
         return sum(self.by(name, "", **labels).values())
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The sum for each value of `label`."""
+        """Value of `label` -> the sum of the series of `name` with this value and `labels`."""
         found: dict[str, float] = {}
         for series_labels, value in self.series.get(name, ()):
             if labels.items() <= series_labels.items():
@@ -39,12 +40,12 @@ class Page:
         return found
 
     def labels_of(self, name: str) -> list[Labels]:
-        """The labels of each series with the value 1 of an info metric."""
+        """The labels of each series of `name` whose value is 1, as in an info metric."""
         return [labels for labels, value in self.series.get(name, ()) if value == 1.0]
 
 
 def parse(text: str, read_at_s: float) -> Page:
-    """Our series in a page; none in other text. ValueError if a series of ours is malformed."""
+    """The `mooncake_` series of a page in Prometheus' text format. ValueError if one is invalid."""
     ours = [line for line in text.splitlines() if line.startswith(PREFIX)]
     series: dict[str, list[tuple[Labels, float]]] = {}
     for family in text_string_to_metric_families("\n".join(ours) + "\n"):
@@ -55,18 +56,19 @@ def parse(text: str, read_at_s: float) -> Page:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change between two readings; `before` None: since the server began."""
+    """The growth of counters and histograms between two readings."""
 
     now: Page
-    before: Page | None
+    before: Page | None  # None: the growth since the server started
 
     @property
     def seconds(self) -> float:
-        """Between the readings; 0 without an earlier one; every rate is 0 then."""
+        """Time between the readings; 0 if `before` is None, and then every rate is 0."""
         return self.now.read_at_s - self.before.read_at_s if self.before else 0.0
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """Growth of a counter for each value of `label`. A counter that fell restarted at 0."""
+        """Growth of a counter for each value of `label`. A counter that is lower than before has
+        restarted from 0, so its growth is its present value."""
         before = self.before.by(name, label, **labels) if self.before else {}
         return {
             key: value - before.get(key, 0.0) if value >= before.get(key, 0.0) else value
@@ -77,23 +79,20 @@ class Change:
         return sum(self.by(name, "", **labels).values())
 
     def rates(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """Per second."""
+        """Growth per second of a counter for each value of `label`."""
         seconds = self.seconds
         grown = self.by(name, label, **labels)
         return {key: value / seconds if seconds > 0 else 0.0 for key, value in grown.items()}
 
     def quantile(self, name: str, q: float) -> float | None:
-        """Quantile of the new values, as PromQL's histogram_quantile; None without values."""
+        """Quantile of a histogram's new values, as PromQL's histogram_quantile; None: no values."""
         return quantile(self.by(f"{name}_bucket", "le"), q)
 
 
 def quantile(count_at_most: Mapping[str, float], q: float) -> float | None:
     """The q-quantile of a histogram; None without values. `count_at_most` maps the bound of each
-    bucket, as text ("0.1", "+Inf"), to the number of values up to the bound.
-
-    Interpolates linearly inside a bucket; the first bucket begins at 0. Beyond the last finite
-    bound the result is that bound.
-    """
+    bucket, as text ("0.1", "+Inf"), to the number of values up to the bound. Interpolates linearly
+    inside a bucket; the first bucket begins at 0. For the bucket "+Inf" its lower bound is used."""
     steps = sorted((float(bound), count) for bound, count in count_at_most.items())
     if not steps or steps[-1][1] <= 0:
         return None
@@ -113,43 +112,43 @@ PATHS = ("computed", "local", "fetched")
 
 
 class Latency(msgspec.Struct, frozen=True):
-    """Percentiles over the requests of a period; None without requests."""
+    """Percentiles over the requests of a period, in seconds; None without requests."""
 
     p50_s: float | None
     p90_s: float | None
-    count: int
+    count: int  # requests with this latency
 
 
 class PeriodView(msgspec.Struct, frozen=True):
-    """The numbers of a period: the last seconds, or since the server began."""
+    """The figures of a period: of the last seconds, or since the server started."""
 
-    seconds: float  # length of the period; 0: since the server began
+    seconds: float  # length of the period; 0: since the server started
     requests: dict[str, int]  # by outcome; outcomes with 0 are left out
     rejections: dict[str, int]  # by reason; reasons with 0 are left out
     ttft: Latency
     tbt: Latency
-    token_s: float | None  # mean time per token of all streams, running ones too
-    prompt_tokens: dict[str, int]  # by path
-    hit_rate: float | None  # share of prompt tokens that were cached; None without a prompt
+    token_s: float | None  # mean time per token of all streams, including unfinished streams
+    prompt_tokens: dict[str, int]  # by path (PATHS): how the prefill worker got their KV
+    hit_rate: float | None  # share of prompt tokens with cached KV, 0 to 1; None without a prompt
 
 
 class WorkerView(msgspec.Struct, frozen=True):
     name: str
     role: str
-    node: str
-    running: int
-    waiting: int
+    node: str  # its storage node
+    running: int  # requests
+    waiting: int  # requests
     pages_used: int
     pages_max: int
     kv_bytes_used: int
     kv_bytes_max: int
-    tokens_per_s: float  # computed by a prefill worker, generated by a decode worker
-    step_s: float | None  # mean of recent steps; None without a step
-    busy: float  # share of time that the engine spends in steps, 0 to 1
+    tokens_per_s: float  # prompt tokens computed (prefill), or tokens generated (decode)
+    step_s: float | None  # mean duration of recent engine steps; None without a step
+    busy: float  # share of recent time that the engine spent in steps, 0 to 1
 
 
 class Node(msgspec.Struct, frozen=True):
-    name: str
+    name: str  # of a storage node; NODE/ssd: its SSD tier
     bytes_used: int
     bytes_max: int
     blocks: int
@@ -157,22 +156,22 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True):
-    up_s: float  # age of the oldest process; 0: unknown
-    live: int
-    workers_live: dict[str, int]  # by role; registered workers, also draining ones
-    workers_wanted: dict[str, float]  # by role; empty where role_flips is off
-    flips_proposed: dict[str, int]  # by the proposed role; since the server began
+    up_s: float  # age in s of the oldest model process; 0: unknown
+    live: int  # requests in flight
+    workers_live: dict[str, int]  # by role; workers in the directory, draining workers included
+    workers_wanted: dict[str, float]  # by role; what the load needs; empty if role_flips is off
+    flips_proposed: dict[str, int]  # proposed role changes since the start, by the new role
     recent: PeriodView
     total: PeriodView
-    retries: int  # since the server began
+    retries: int  # since the server started
     workers: list[WorkerView]
     transfer_bytes_per_s: dict[str, float]  # by transport
-    transfer_failures: int  # since the server began
+    transfer_failures: int  # since the server started
     nodes: list[Node]
 
 
 def view(now: Page, before: Page, unix_s: float) -> View:
-    """`unix_s`: Unix time at which `now` was read."""
+    """`before`: an earlier page, for rates. `unix_s`: Unix time at which `now` was read."""
     recent, total = Change(now, before), Change(now, None)
     started = [at_s for at_s in now.by("mooncake_start_time_seconds", "model").values() if at_s]
     return View(
@@ -221,7 +220,7 @@ def latency(change: Change, name: str) -> Latency:
 
 
 def workers(change: Change) -> list[WorkerView]:
-    """All registered workers, prefill workers first."""
+    """All workers that publish metrics, prefill workers first."""
     known = {labels["model"]: labels for labels in change.now.labels_of("mooncake_worker_info")}
     rows = [_worker(change, name, labels["role"], labels["node"]) for name, labels in known.items()]
     return sorted(rows, key=lambda row: (row.role != "prefill", row.name))
@@ -256,7 +255,7 @@ def _worker(change: Change, name: str, role: str, node: str) -> WorkerView:
 
 
 def nodes(change: Change) -> list[Node]:
-    """The nodes in the directory. A node that is gone has 0 bytes and is left out."""
+    """The storage nodes in the directory. A node that left the directory has 0 bytes: skip it."""
     sizes = change.now.by("mooncake_store_bytes_max", "node")
     used = change.now.by("mooncake_store_bytes_used", "node")
     blocks = change.now.by("mooncake_store_blocks", "node")

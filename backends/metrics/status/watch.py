@@ -1,11 +1,10 @@
-"""`mooncake status` reads the metrics page every `interval_s` seconds and prints worker, latency
-and store figures.
+"""`mooncake status`: prints worker, latency and store figures from the server's metrics page.
 
-On a terminal the view refreshes until Ctrl-C. With --once, --json, or without a terminal, it is
-printed once. If the page cannot be read, one line shows the reason. The live view then retries;
-otherwise the exit status is 1.
+On a terminal the figures refresh until Ctrl-C. With --once, --json, or without a terminal, they are
+printed once. If the page cannot be read, one line shows the reason. On a terminal the command then
+retries; otherwise it exits with status 1. --web serves the figures as a web page instead.
 
-Not here: reading the page (readings.py), the figures (view.py).
+Not here: reading the page (readings.py), computing the figures (view.py).
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from backends.metrics.status.view import ROLES, PeriodView, View, view
 from mooncake_store.cli.arguments import shown_bytes
 
 BAR_CELLS = 10
-COLUMNS_WANTED = 100  # a narrower terminal has no bars, and tables below each other
+COLUMNS_WANTED = 100  # a narrower terminal gets no bars, and each table on lines of its own
 NOTHING = "-"
 
 
 def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
-    """Print one view. Its rates are computed between two readings, `interval_s` apart. Returns the
-    exit status."""
+    """Print one view. Its rates come from two readings of the page, `interval_s` seconds apart.
+    Returns the exit status."""
     try:
         before = fetch(metrics_url)
         time.sleep(interval_s)
@@ -61,7 +60,7 @@ def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
 
 
 def live(metrics_url: str, interval_s: float) -> int:
-    """Refresh the view every `interval_s` seconds until Ctrl-C. Returns the exit status."""
+    """Refresh the view on the terminal until Ctrl-C. Returns the exit status."""
     console = Console(highlight=False)
     readings = Readings(max(RECENT_S, interval_s))
     try:
@@ -81,8 +80,8 @@ def live(metrics_url: str, interval_s: float) -> int:
 
 
 def serve_page(metrics_url: str, frontend: str, port: int) -> None:
-    """Exec `backends.gateway` on 127.0.0.1:`port`, connected to `frontend` (HOST:PORT of gRPC).
-    Never returns: exits with status 1 without the gateway's packages or the metrics page."""
+    """Replace this process by a gateway on 127.0.0.1:`port`. `frontend`: HOST:PORT of a gRPC port.
+    Exits with status 1 if the gateway's packages are missing or the metrics page is unreadable."""
     require("gateway", "--web")
     console = Console(stderr=True, soft_wrap=True)
     try:
@@ -123,7 +122,7 @@ def status(
 
 
 def render(view: View, where: str, columns: int = COLUMNS_WANTED) -> RenderableType:
-    """A view as tables, for a terminal of 80 columns or more."""
+    """A view as tables, for a terminal of 80 columns or more. `where`: URL of the metrics page."""
     head = f"[bold]mooncake[/]  {escape(where)}  up {duration(view.up_s)}"
     is_narrow = columns < COLUMNS_WANTED
     first: RenderableType
@@ -213,7 +212,7 @@ def workers_table(view: View, is_narrow: bool = False) -> Table:
 
 
 def roles(view: View) -> str:
-    """The demand that the role controller finds; "" where it is off."""
+    """One line of wanted workers and proposed role changes; "" if `role_flips` is off."""
     found = [
         f"{role} {wanted:.1f} wanted, {view.flips_proposed.get(role, 0)} flips to it proposed"
         for role, wanted in view.workers_wanted.items()
@@ -245,7 +244,7 @@ def transfers(view: View) -> str:
 
 
 def bar(used: float, most: float) -> Text:
-    """Full and empty cells; a used amount above 0 shows at least one full cell."""
+    """A bar of BAR_CELLS cells that shows used / most. Any use above 0 fills at least one cell."""
     share_used = min(1.0, used / most) if most else 0.0
     full = max(round(share_used * BAR_CELLS), 1 if used else 0)
     style = "red" if share_used > 0.9 else "yellow" if share_used > 0.7 else "green"
@@ -277,7 +276,7 @@ def per_s(span: PeriodView, count: int) -> str:
 
 
 def _table(*columns: str) -> Table:
-    """Words to the left, numbers to the right, no lines."""
+    """A table without borders: columns of text are left-aligned, columns of numbers right."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for index, column in enumerate(columns):
         is_words = index == 0 or column in ("node", "")
