@@ -281,7 +281,7 @@ def _parsed(
     if rotary_dim % 2:
         name = "qk_rope_head_dim" if latent else "head_dim"
         found.append(f"config.json: {name} is {rotary_dim}; rotary embedding needs an even one")
-    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # those with a key attention_bias
+    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # families with key attention_bias
     attention_bias = has_own_bias and read.flag("attention_bias")
     vocabulary_tokens = read.integer("vocab_size")
     rope = _rope(raw, found)

@@ -1,14 +1,15 @@
 """Fused CPU kernels (native.c) for the parts of a layer between its matrix products.
 
-The kernels: RMS norm; rotary embedding that writes K and V into their pages; silu(gate) * up;
-attention of query tokens straight from the pages; and in bfloat16 attention of a prompt's chunk.
-Each makes one pass over memory. torch needs several operations, and its attention needs gathered
-pages: at batch 16 and 4,096 tokens of context gathering moved three times the bytes of the KV.
+    norm_rows, gate_rows   RMS norm; silu(gate) * up
+    rotate_rows            rotary embedding; writes K and V into their pages
+    attend_query_tokens    attention of the last token of each sequence; reads the pages in place
+    attend_prefill         the same for a prompt's chunk, bfloat16 only
 
-The kernels run on torch's own threads (`GOMP_parallel` of its OpenMP), so no second thread pool
-competes for the cores. Without AVX-512, without a compiler, for other devices or dtypes, torch is
-used (norm.py, feed_forward.py, grouped_attention.py). Results differ in the last bits only: torch
-rounds bfloat16 after each operation, and these kernels once.
+Each kernel makes one pass over memory. torch needs several operations and gathers the pages. At
+batch 16 and 4,096 tokens of context, gathering moved three times the bytes of the KV. The kernels
+run on torch's own threads (`GOMP_parallel` of its OpenMP), so no second thread pool competes for
+the cores. torch is used without AVX-512 or a compiler, and for other devices and dtypes. Results
+differ in the last bits only: torch rounds bfloat16 after each operation, the kernels round once.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from mooncake_store.native.library import NativeFunction, function, quick_functi
 DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MAX = 128
 PREFILL_SHARED_MAX, PREFILL_TILE_TOKENS = 96, 64  # ROWS_MAX and KEYS of native.c
-# Below this number of scalars one thread is faster than waking the others.
-SHARED_SCALARS_MIN = 64 * 1024
+SHARED_SCALARS_MIN = 64 * 1024  # smaller jobs are faster in one thread than in several
 
 _INT, _POINTER, _FLOAT = ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
 
 
 def _structure(fields: str) -> type[ctypes.Structure]:
-    """A structure of native.c. `name` is an int64, `*name` a pointer, `.name` a float."""
+    """A structure of native.c. In `fields`, `x` is an int64, `*x` a pointer, `.x` a float."""
     kinds = {"*": _POINTER, ".": _FLOAT}
 
     class Job(ctypes.Structure):
@@ -59,12 +59,12 @@ _PrefillJob = _structure(
 
 
 def serves(tensor: torch.Tensor) -> bool:
-    """The kernels support this tensor's device and dtype."""
+    """Whether the kernels support this tensor's device and dtype on this machine."""
     return tensor.device.type == "cpu" and tensor.dtype in DTYPES and _has("engine_vectors")
 
 
 def serves_prefill(tensor: torch.Tensor, shared: int, head_dim: int) -> bool:
-    """`attend_prefill` supports this KV, with `shared` query heads per KV head."""
+    """Whether `attend_prefill` supports such queries, with `shared` query heads per KV head."""
     is_shape = head_dim in (64, 128) and shared <= PREFILL_SHARED_MAX
     return (
         tensor.dtype == torch.bfloat16 and is_shape and serves(tensor) and _has("engine_products")
@@ -73,7 +73,7 @@ def serves_prefill(tensor: torch.Tensor, shared: int, head_dim: int) -> bool:
 
 @functools.cache
 def _has(what: str) -> bool:
-    """The result of a function of native.c that reports what it was compiled with."""
+    """Calls a function of native.c that reports whether certain kernels were compiled."""
     found = function(what, ctypes.c_int, [])
     return found is not None and bool(found())
 
@@ -86,7 +86,7 @@ def norm_rows(
 
 
 def gate_rows(both: torch.Tensor) -> torch.Tensor:
-    """both [rows, 2 * width]: gate, then up -> silu(gate) * up [rows, width]."""
+    """both [rows, 2 * width], gate then up -> silu(gate) * up [rows, width]."""
     return _each_row("gate_rows", both, both.shape[1] // 2)
 
 
@@ -129,8 +129,8 @@ def rotate_rows(
 ) -> None:
     """Norm and rotate q and k of qkv [rows, q heads + k heads + v heads, head_dim] in place.
 
-    Write K and V of the first `tokens` rows into the rows `token_rows` [tokens, 2 * kv_heads] of
-    `memory` [any, head_dim].
+    Then write K and V to `memory` [any, head_dim], in the rows `token_rows` [tokens, 2 * kv_heads].
+    Rows of qkv beyond `tokens` are padding. `norm` None: no norm.
     """
     rows, all_heads, head_dim = qkv.shape
     kv_heads = (all_heads - heads) // 2
@@ -161,8 +161,8 @@ def attend_query_tokens(
 ) -> torch.Tensor:
     """queries [sequences, heads, head_dim] -> [sequences, heads * head_dim].
 
-    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer. Query i attends to the pages
-    of sequence i of `seen`, which may have more sequences.
+    memory [pages, 2, kv_heads, block_tokens, head_dim]: KV of one layer. Query i attends to the
+    whole context of sequence i of `seen`. `seen` may have more sequences than there are queries.
     """
     sequences, heads, head_dim = queries.shape
     kv_heads = memory.shape[2]
@@ -200,10 +200,10 @@ def attend_prefill(
     out: torch.Tensor,
     scratch: torch.Tensor,
 ) -> None:
-    """queries [tokens, heads, head_dim] of a sequence's tokens from `start` -> out, the same shape.
+    """queries [tokens, heads, head_dim] of one sequence, from token `start` on -> out, same size.
 
-    memory [pages, 2, kv_heads, block_tokens, head_dim], of one layer; scratch: contiguous memory
-    of at least `prefill_scratch` scalars.
+    memory [pages, 2, kv_heads, block_tokens, head_dim]: KV of one layer. scratch: contiguous, with
+    at least `prefill_scratch` scalars.
     """
     tokens, heads, head_dim = queries.shape
     _, _, kv_heads, block_tokens, _ = memory.shape
@@ -240,7 +240,7 @@ def prefill_scratch(context_tokens: int, kv_heads: int, head_dim: int) -> int:
 
 
 def _is_fp8(memory: torch.Tensor) -> bool:
-    """Pages of one-byte scalars are fp8; others have the dtype of computation."""
+    """Whether pages hold fp8, the only KV dtype with scalars of one byte."""
     return memory.element_size() == 1
 
 
@@ -259,7 +259,7 @@ def _run(name: str, job: ctypes.Structure, scalars: int) -> None:
 
 @functools.cache
 def _native(name: str) -> tuple[NativeFunction, NativeFunction, int]:
-    """A function of native.c: a call that keeps the GIL, one that releases it, its address."""
+    """A function of native.c: (call that keeps the GIL, call that releases it, address)."""
     quick, found = quick_function(name, None, [_POINTER]), function(name, None, [_POINTER])
     assert quick is not None and found is not None, "ask `serves` first"
     return quick, found, ctypes.cast(found, _POINTER).value or 0  # type: ignore[arg-type]
@@ -267,7 +267,7 @@ def _native(name: str) -> tuple[NativeFunction, NativeFunction, int]:
 
 @functools.cache
 def _parallel() -> Callable[..., None] | None:
-    """`GOMP_parallel` of the OpenMP library that torch has loaded; None: it has none."""
+    """`GOMP_parallel` of the OpenMP library in this process; None: the library has none."""
     try:
         found = ctypes.CDLL(None).GOMP_parallel
     except (OSError, AttributeError):

@@ -1,12 +1,11 @@
 """Plan of one forward step: index arrays that all layers share.
 
-The tokens of all sequences are the rows of one ragged batch. Decode sequences (one new token) come
-first, then prefill sequences, both sorted by the number of pages. Unless attention reads the pages
-itself, the query tokens are cut into groups of similar context. With the plan, a layer consists of
-tensor operations only.
+The new tokens of all sequences are the rows of one ragged batch. Decode sequences (one new token)
+come first, then prefill sequences (several new tokens). Both kinds are sorted by number of pages.
 
-A *query token* is the last token of a sequence: the only one whose attention the last layer needs,
-and the only one of a decode sequence.
+A *query token* is the last token of a sequence. A decode sequence has no other new token, and the
+last layer computes attention of query tokens only. Where no kernel reads the pages in place,
+attention gathers K and V. For this, query tokens are divided into groups of similar context length.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from mooncake_store.layout import KvLayout, blocks_touched
 Integers = NDArray[np.int64]
 Array = TypeVar("Array", Integers, torch.Tensor)
 
-# Padding of sequences with different contexts in one group wastes memory traffic. Another group
-# costs calls per layer: about 40 us, the time to gather this much KV of one layer (on CPU).
+# Largest padding of a group: KV of one layer that is gathered and not used. Gathering so much takes
+# about 40 us on a CPU, as long as the calls of one more group in each layer.
 PADDING_BYTES_MAX = 512 * 1024
-# Prefill gathers its context up to a multiple of this, for the reason given at rounded_rows.
+# Prefill gathers its context up to a multiple of this. Reason: see `rounded_rows`.
 CONTEXT_STEP_TOKENS = 64
 
 
 @dataclass(slots=True)
 class QueryGroup:
-    """The query tokens of some sequences over their contexts, padded to a rectangle."""
+    """The query tokens of consecutive sequences, with contexts padded to the same pages."""
 
     first: int  # index of the group's first sequence in the plan
-    sequences: int
-    page_rows: torch.Tensor  # [rows of the layout * sequences * pages] rows of KvMemory.page_rows
-    context_tokens: int  # tokens of the longest context; with `ends`, rounded up to whole pages
+    sequences: int  # number of sequences in the group
+    page_rows: torch.Tensor  # [layout.rows * sequences * pages] row indices of KvMemory.page_rows
+    context_tokens: int  # of the longest context; rounded up to whole pages if `ends` is not None
     ends: torch.Tensor | None  # [sequences] tokens of each context; None: all have the same length
     _mask: torch.Tensor | None = None
 
     def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """[sequences, 1, 1, context_tokens], 0 or -inf; created by the first layer. None: all
+        """[sequences, 1, 1, context_tokens] with 0 or -inf, cached after the first call. None: all
         contexts have the same length."""
         if self._mask is None and self.ends is not None:
             positions = torch.arange(self.context_tokens, device=self.ends.device)
@@ -63,9 +62,9 @@ class QueryGroup:
 
 @dataclass(frozen=True, slots=True)
 class PagesSeen:
-    """The pages of all sequences, without padding, on the CPU: for native code and `arrive`."""
+    """The pages of all sequences in host memory: for native code and Transformer.arrive."""
 
-    pages: Integers  # pages of all sequences, concatenated
+    pages: Integers  # page numbers of all sequences, concatenated without padding
     starts: Integers  # [sequences] index of each sequence's first page in `pages`
     contexts: Integers  # [sequences] tokens of each context
     tokens: int  # sum of `contexts`
@@ -73,13 +72,13 @@ class PagesSeen:
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """Several queries of one sequence: the token at `start + i` attends to tokens 0..start + i."""
+    """The new tokens of one prefill sequence. The token at position p attends to tokens 0..p."""
 
-    first: int  # row of the first token
-    tokens: int
-    start: int  # position of the first token in its sequence
-    page_rows: torch.Tensor  # [rows of the layout * pages], to a multiple of CONTEXT_STEP_TOKENS
-    pages: Integers  # pages of the tokens before `end`, not rounded
+    first: int  # row of the first new token in the batch
+    tokens: int  # number of new tokens; >= 2
+    start: int  # position of the first new token in its sequence
+    page_rows: torch.Tensor  # as QueryGroup.page_rows, to a multiple of CONTEXT_STEP_TOKENS
+    pages: Integers  # page numbers of the tokens before `end`
 
     @property
     def end(self) -> int:
@@ -88,24 +87,24 @@ class PrefillSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """The defaults are those of a recorded step (gpu/decode_graph.py)."""
+    """The defaults are the values of a step that a CUDA graph records (gpu/decode_graph.py)."""
 
-    tokens: int
+    tokens: int  # new tokens of all sequences
     token_ids: torch.Tensor  # [tokens, rounded up]; the rows beyond `tokens` are padding
-    positions: torch.Tensor  # the same shape
-    token_rows: torch.Tensor  # [tokens, rows of the layout] rows of KvMemory.token_rows
-    decode_sequences: int
-    # Groups of decode sequences (row of a token == index of its sequence), and of the query tokens
-    # of all sequences. Both are empty if attention reads `seen` or `paged` instead.
+    positions: torch.Tensor  # of the tokens in their sequences; the shape of `token_ids`
+    token_rows: torch.Tensor  # [tokens, layout.rows] row indices of KvMemory.token_rows
+    decode_sequences: int  # number of decode sequences
+    # Groups of the decode sequences, and groups of all sequences. Both are empty if attention uses
+    # `seen` or `paged`. In `decodes`, the row of a token is the index of its sequence.
     decodes: list[QueryGroup]
     query_tokens: list[QueryGroup]
     prefills: Sequence[PrefillSpan] = ()
     seen: PagesSeen | None = None  # pages of all sequences; None in a recorded step
     last_rows: torch.Tensor | None = None  # [sequences] row of each query token; None: all rows
     order: list[int] | None = None  # sequence i is batch[order[i]]; None: same order
-    pages: Sequence[int] = ()  # pages that this step writes
-    fresh_pages: Sequence[int] = ()  # pages that the step begins and does not fill; in `pages`
-    # The plan for kernels that read pages in place. Then the groups and `prefills` are empty.
+    pages: Sequence[int] = ()  # numbers of the pages that this step writes
+    fresh_pages: Sequence[int] = ()  # those that the step begins to write and does not fill
+    # The plan for GPU kernels that read pages in place. With it, groups and `prefills` are empty.
     paged: PagedPlan | None = None
 
 
@@ -118,7 +117,7 @@ def plan_step(
     kernels: PagedKernels | None = None,
     reads_seen: bool = False,
 ) -> StepPlan:
-    """`reads_seen`: attention of query tokens reads the pages from the plan's `seen`."""
+    """Plan a step. `reads_seen`: attention of query tokens uses `seen` instead of groups."""
     block_tokens = layout.block_tokens
     order = sorted(
         range(len(batch)),
@@ -181,17 +180,17 @@ def plan_step(
 
 
 def rounded_rows(rows: int) -> int:
-    """Round rows up, so that few different shapes occur.
+    """Round up a number of rows, so that few different shapes occur.
 
-    oneDNN compiles a kernel for each new shape (0.3 ms each, a millisecond per step), which would
-    happen for nearly every prompt length.
+    oneDNN compiles a kernel for each new shape, in 0.3 ms. Without rounding, nearly every new
+    prompt length would cost a millisecond per step.
     """
     return rounded_up(rows, 8 if rows <= 64 else 16 if rows <= 256 else 32)
 
 
 def check_range(name: str, values: Integers, limit: int) -> None:
     """Assert that all values are in [0, limit)."""
-    # One pass, because a negative number is a huge unsigned one.
+    # One comparison is enough, because a negative number is a huge unsigned number.
     if int(values.view(np.uint64).max()) >= limit:
         wrong = [int(value) for value in values if not 0 <= value < limit]
         raise AssertionError(f"{name} {wrong[0]} is outside 0..{limit - 1}")
@@ -208,9 +207,9 @@ def rounded_up(tokens: int, step: int) -> int:
 
 
 def token_rows(pages: Array, positions: Array, heads: Array, layout: KvLayout) -> Array:
-    """Rows of each token's K and V, or its latent, in layer 0; a row has head_dim scalars.
+    """Row indices of each token's K and V, or latent, in KvMemory.token_rows.
 
-    pages and positions [tokens] -> [tokens, rows of the layout]. `heads`: 0 .. layout.rows - 1.
+    pages and positions [tokens] -> [tokens, layout.rows]. `heads`: 0 .. layout.rows - 1.
     """
     page_rows = layout.layers * layout.rows * layout.block_tokens
     first_rows = pages * page_rows + positions % layout.block_tokens
@@ -218,9 +217,9 @@ def token_rows(pages: Array, positions: Array, heads: Array, layout: KvLayout) -
 
 
 def page_rows(pages: Array, heads: Array, layout: KvLayout) -> Array:
-    """pages [sequences, n] -> rows [kv_factor, sequences, kv_heads, n] of KvMemory.page_rows, flat.
+    """Row indices of KvMemory.page_rows for pages [sequences, n], as in `token_rows`.
 
-    `heads`: as in `token_rows`.
+    The flat result has the order [kv_factor, sequences, kv_heads, n].
     """
     offsets = heads.reshape(layout.kv_factor, 1, layout.kv_heads, 1)
     return (pages[None, :, None, :] * (layout.layers * layout.rows) + offsets).reshape(-1)
@@ -229,7 +228,7 @@ def page_rows(pages: Array, heads: Array, layout: KvLayout) -> Array:
 def _groups(
     sequences: list[Work], tables: list[Integers], first: int, layout: KvLayout, staging: Staging
 ) -> list[QueryGroup]:
-    """Cut sequences, sorted by pages, where padding costs more than another group."""
+    """Divide sequences, sorted by pages, into groups of at most PADDING_BYTES_MAX of padding."""
     padding_tokens_max = PADDING_BYTES_MAX // (layout.token_bytes // layout.layers)
     groups, begin, padding = [], 0, 0
     for index in range(1, len(sequences) + 1):
@@ -252,7 +251,7 @@ def _group(
     pages = np.empty((len(sequences), width), dtype=np.int64)
     for row, table in zip(pages, tables, strict=True):
         row[: len(table)] = table
-        row[len(table) :] = table[0]  # padding is masked, but must be finite: one of its own pages
+        row[len(table) :] = table[0]  # masked, but must be finite: repeat a page of the sequence
     ends = np.array([sequence.end for sequence in sequences], dtype=np.int64)
     rows = staging.put(page_rows(pages, np.arange(layout.rows), layout))
     if (ends == ends[0]).all():
@@ -302,7 +301,7 @@ def _spans(
     for sequence, table in zip(
         sequences[decode_sequences:], tables[decode_sequences:], strict=True
     ):
-        # Tokens beyond the end are masked, but must be finite: repeat the last page.
+        # The context is padded beyond its end. Padding is masked but must be finite: repeat a page.
         width = blocks_touched(rounded_up(sequence.end, CONTEXT_STEP_TOKENS), layout.block_tokens)
         pages = np.pad(table, (0, width - len(table)), mode="edge")
         rows = staging.put(page_rows(pages[None], np.arange(layout.rows), layout))

@@ -1,4 +1,4 @@
-"""The embedded engine: models of model_config.py in torch, on a CPU or any GPU of torch."""
+"""The embedded engine: runs the models of model_config.py in torch, on a CPU or GPU."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
 
 class TorchEngine:
-    """Implements interface.LayerEngine; a pipeline stage has `forward_stage` and `forward_last`."""
+    """Implements interface.LayerEngine. A pipeline stage uses `forward_stage` or `forward_last`."""
 
-    tp_shape = "tp1"  # one device holds all heads of a page
+    tp_shape = "tp1"  # tensor parallelism 1: one device holds all heads of a page
 
     def __init__(
         self,
         transformer: Transformer,
         weights_id: str,
         layers: LayerRange | None = None,  # None: all
-        recorder: Recorder | None = None,  # records decode steps; None: no recording
+        recorder: Recorder | None = None,  # records decode steps as CUDA graphs; None: does not
     ) -> None:
         self.config = config = transformer.config
         memory = transformer.attention.memory
@@ -63,9 +63,9 @@ class TorchEngine:
         self._memory = memory
         self._transformer = transformer
         self._dtype = transformer.dtype
-        if layout.dtype == "fp8":  # fp8 KV depends on the dtype that K and V were computed in
+        if layout.dtype == "fp8":  # fp8 KV differs with the dtype in which K and V were computed
             self.tp_shape = f"tp1 in {str(self._dtype).removeprefix('torch.')}"
-        # A pipeline stage computes chunk by chunk, so only a whole engine has ring buffers.
+        # A pipeline stage has no layer-wise prefill and no recorded decode steps.
         is_whole = len(self.layers) == layout.layers
         self.rings = RingLayout(layout.layers) if is_whole else None
         self._folded = memory.folded(self.rings.layers_at_once if self.rings else 1)
@@ -89,9 +89,9 @@ class TorchEngine:
     ) -> TorchEngine:
         """Read a Hugging Face folder. Raises CheckpointError; MemoryError if the pages do not fit.
 
-        `threads` sets torch's CPU threads of the whole process. With several `stages`, only the
-        weights and pages of this stage's layers are loaded. `kv_dtype`: "fp8", or "auto" for the
-        checkpoint's KV dtype if it has one, else `dtype`.
+        `threads`: torch's CPU threads, set for the whole process. With several pipeline `stages`
+        the engine has only the weights and pages of this stage's layers. `kv_dtype`: "fp8" or
+        "auto", which is fp8 if the checkpoint requests it, else `dtype`.
         """
         torch.set_num_threads(threads)
         config, checkpoint = _open(Path(checkpoint_dir), dtype)
@@ -115,14 +115,14 @@ class TorchEngine:
         )
         kernels = paged_kernels.choose(memory, config.heads)
         transformer = Transformer(config, weights, memory, rope, kernels)
-        # A step with experts cannot be recorded: the CPU selects the experts in the step.
+        # A CUDA graph cannot record experts: the CPU reads how many tokens each expert has.
         can_record = torch_device.type == "cuda" and config.experts is None
         recorder = CudaRecorder(torch_device) if can_record else None
         return cls(transformer, checkpoint.weights_id(config), layers, recorder)
 
     @property
     def hidden_bytes(self) -> int:
-        """Bytes of one token's hidden states."""
+        """Bytes of one token's hidden state."""
         return self.config.hidden * self._dtype.itemsize
 
     def forward(
@@ -143,7 +143,8 @@ class TorchEngine:
         hidden: ByteArray | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> NDArray[np.float32]:
-        """`forward` of the last stage. `hidden`: the previous stage's result; None: no stages."""
+        """`forward` of the last stage. `hidden`: the previous stage's `forward_stage`; None: the
+        engine has all layers."""
         logits, order = self._run(batch, hidden, on_layer)
         rows = fetched(logits.float())
         if order is None:
@@ -158,11 +159,10 @@ class TorchEngine:
         hidden: ByteArray | None,
         on_layer: Callable[[int], None] | None = None,
     ) -> ByteArray:
-        """Hidden states of the batch after this pipeline stage, which is not the last one.
+        """Hidden states after this pipeline stage, which is not the last stage, as bytes.
 
-        `hidden`: the previous stage's result; None for the first stage. Both are bytes for other
-        stages only, with padding rows and in the order of the plan.
-        """
+        `hidden`: the previous stage's result; None: this is the first stage. The bytes are input
+        for `hidden` only: they have padding rows and the order of the step's plan."""
         states, _ = self._run(batch, hidden, on_layer)
         states_of_stage: ByteArray = fetched(states.contiguous().view(torch.uint8).view(-1))
         return states_of_stage
@@ -174,7 +174,7 @@ class TorchEngine:
         hidden: ByteArray | None,
         on_layer: Callable[[int], None] | None,
     ) -> tuple[torch.Tensor, list[int] | None]:
-        """The transformer's result, and the order of its sequences; None: that of `batch`."""
+        """The transformer's result, and StepPlan.order of its sequences."""
         assert batch, "a step without sequences"
         self._check(batch)
         plan = self._transformer.plan(batch)
@@ -185,7 +185,7 @@ class TorchEngine:
         states, rows = None, len(plan.token_ids)
         if hidden is not None:
             assert len(hidden) == rows * self.hidden_bytes, (len(hidden), rows, self.hidden_bytes)
-            # A copy, because layers may compute in place.
+            # Copy `hidden`, because layers may compute in place.
             flat = torch.from_numpy(hidden.copy()).view(self._dtype)
             states = flat.view(rows, self.config.hidden).to(self._memory.pool.device)
         made = self._transformer.forward(plan, announce, states)
@@ -211,7 +211,7 @@ class TorchEngine:
         self._memory.export_pages(pages)
 
     def close(self) -> None:
-        """Nothing to stop. The memory is freed with the last view of `kv_pool`."""
+        """Does nothing. The memory is freed with the last view of `kv_pool`."""
 
     def _check(self, batch: Sequence[Work]) -> None:
         for sequence in batch:
@@ -226,16 +226,16 @@ class TorchEngine:
 
 @dataclass(slots=True)
 class _LeavingLayers:
-    """Copies the layers of a step to `kv_pool` and announces each when it is there, in order.
+    """Copies each computed layer of a step to `kv_pool`, then calls `on_layer`, in layer order.
 
-    A finished copy is announced at once, a pending one after the next layer's copy has started. So
-    the GPU always has work while this thread waits.
+    A copy that is finished at once is announced at once. Any other copy is announced after the next
+    layer's copy has started. So the GPU has work while this thread waits.
     """
 
     memory: KvMemory
-    pages: Sequence[int]
+    pages: Sequence[int]  # pages that the step writes
     on_layer: Callable[[int], None]
-    first_layer: int  # the layer that is announced for layer 0 of the pages
+    first_layer: int  # index in the model of layer 0 of the pages
     _under_way: deque[tuple[int, Done]] = field(default_factory=deque)
 
     def computed(self, layer: int) -> None:
@@ -260,15 +260,15 @@ class _Chunk:
 class TorchLayerPass:
     """Implements interface.LayerPassing. Keeps the hidden states of all chunks between layers.
 
-    A chunk is planned once for all layers. Each layer computes it like a step of this chunk alone,
-    so the results are bit-identical to prefill in the same chunks. Only the order differs: all
-    chunks go through a layer before the first chunk goes through the next layer.
+    A chunk is planned once for all layers. Each layer computes the chunk like a step of this chunk
+    alone, so results are bit-identical to prefill in the same chunks. Only the order differs: a
+    layer computes all chunks before the next layer computes the first chunk.
     """
 
     def __init__(
         self, transformer: Transformer, token_ids: Sequence[int], rings: Sequence[int]
     ) -> None:
-        """`transformer`: over folded memory, whose pages are ring buffers."""
+        """`transformer`: its memory is that of `KvMemory.folded`, whose pages are ring buffers."""
         self._transformer = transformer
         self._memory = transformer.attention.memory
         self._token_ids = token_ids
@@ -292,7 +292,7 @@ class TorchLayerPass:
             range(layer, layer + 1),
         )
         memory.step_is_begun()
-        for done in out:  # a GPU computes the remaining part of the layer during this wait
+        for done in out:  # during this wait a GPU computes the layer's attention and feed-forward
             done.synchronize()
         if layer < self._layers - 1:
             chunk.hidden = computed
@@ -303,7 +303,7 @@ class TorchLayerPass:
 
 
 def _open(folder: Path, dtype: str) -> tuple[ModelConfig, Checkpoint]:
-    """Read the config and the headers. Raises CheckpointError with the problems of both."""
+    """Read config.json and the tensors' headers. Raises CheckpointError with all problems."""
     config, of_config = read_or_problems(read_model_config, folder)
     checkpoint, of_files = read_or_problems(Checkpoint.open, folder)
     found = of_config + of_files

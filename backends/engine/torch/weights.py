@@ -1,8 +1,9 @@
 """Loads the weights of a model for the forward pass: fused, folded, on their device.
 
-q, k and v are one matrix, and gate and up are one. RMS norms, except the last and Qwen3's of q and
-k, are multiplied into the columns of the matrix after them (in float32, rounded once). The
-scales of fp8 K and V are in matrices or norms too, so attention does not need them.
+Fused: the projections of q, k and v are one matrix, and those of gate and up are one. Folded: the
+weight of an RMS norm is multiplied into the columns of the next matrix, in float32 and rounded
+once. Exceptions are the last norm and Qwen3's norms of q and k. The scales of fp8 K and V are
+folded into matrices or norms too, so attention does not need them.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ log = logging.getLogger(__name__)
 
 Matrix = tuple[str, int, int, bool]  # name, rows, columns, has a bias
 HEAD = "lm_head.weight"
-NAMED_MAX = 20  # tensors that a warning names
+NAMED_MAX = 20  # most tensor names in a warning
 CORRECTION = "mlp.gate.e_score_correction_bias"
 SCALAR_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-# Names of the scale of fp8 K or V; the first one that a checkpoint has is used. The last name is
-# that of a scale of both.
+# Names of the scale of fp8 K or V. The first name that a checkpoint has is used. The last name is
+# one scale for both K and V.
 KEY_SCALES = ("self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale")
 VALUE_SCALES = ("self_attn.v_scale", "self_attn.v_proj.v_scale", "self_attn.kv_scale")
 KV_SCALE_SUFFIXES = tuple(f".{name}" for name in dict.fromkeys(KEY_SCALES + VALUE_SCALES))
@@ -46,22 +47,22 @@ NO_FACTORS: Mapping[str, float] = {}
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention: GroupedWeights | LatentWeights
-    output: Linear
+    output: Linear  # attention's output projection
     feed_forward: FeedForward
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of a range of layers. The first stage has the embedding, the last one the head."""
+    """Weights of a pipeline stage: a range of layers, and the embedding or the head."""
 
     embedding: torch.Tensor | None  # [vocabulary, hidden]; None: not the first stage
     layers: list[LayerWeights]
-    last_norm: torch.Tensor | None  # [hidden]; not folded: tied embeddings stay one matrix
-    logits: Linear | None  # None, as `last_norm`: not the last stage
+    last_norm: torch.Tensor | None  # [hidden], not folded into the head; None: not the last stage
+    logits: Linear | None  # the head (lm_head); None: not the last stage
 
 
 def expected_shapes(config: ModelConfig, has_own_head: bool = False) -> dict[str, tuple[int, ...]]:
-    """Every tensor that this model needs. `has_own_head`: with lm_head despite tied embeddings."""
+    """Name -> shape of each tensor of this model. `has_own_head`: include lm_head in any case."""
     hidden = config.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocabulary_tokens, hidden),
@@ -143,9 +144,9 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     layers: LayerRange | None = None,  # None: all
-    is_kv_fp8: bool = False,  # True: the scales of K and V are loaded too
+    is_kv_fp8: bool = False,  # True: load the scales of fp8 K and V too
 ) -> Weights:
-    """Read, check and fuse. A CheckpointError lists all missing or wrong tensors and values."""
+    """Read, check and fuse. Raises CheckpointError with all missing or wrong tensors and values."""
     wanted = layers or LayerRange(0, config.layers)
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     has_head = HEAD in checkpoint.entries
@@ -176,7 +177,7 @@ def load_weights(
             own_head = loader.place(loader.read(HEAD))
             if head is None or not torch.equal(own_head, head):
                 head = own_head
-                if config.has_tied_embeddings:  # transformers uses both, too
+                if config.has_tied_embeddings:  # use both matrices, as transformers does
                     log.warning(
                         "%s: config.json has tie_word_embeddings, but %s is not the embedding: "
                         "both are used",
@@ -196,7 +197,7 @@ class _Loader:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
-    found: list[str] = field(default_factory=list)  # problems with values of tensors
+    found: list[str] = field(default_factory=list)  # one line per tensor with wrong values
 
     def read(self, name: str) -> torch.Tensor:
         entry = self.checkpoint.entries[name]
@@ -207,7 +208,7 @@ class _Loader:
         return tensor
 
     def scale(self, prefix: str, suffixes: tuple[str, ...]) -> float:
-        """The value of the first of these tensors that exists; 1 if none does or it is wrong."""
+        """The scale in the first existing tensor of these names; 1.0 if none exists or is valid."""
         names = (prefix + suffix for suffix in suffixes)
         name = next((name for name in names if name in self.checkpoint.entries), None)
         if name is None:
@@ -233,10 +234,10 @@ class _Loader:
         norm: torch.Tensor | float = 1.0,
         factors: Mapping[str, float] = NO_FACTORS,
     ) -> Linear:
-        """The stacked rows of these matrices and their biases, times each one's factor.
+        """The matrices `names`, stacked by rows, with their stacked biases.
 
-        `norm`: factors of the inputs, so of all columns of the matrices, but not of the biases.
-        """
+        `factors`: name -> factor of the matrix and its bias. `norm`: factors of the matrices'
+        columns, not of the biases."""
 
         def stacked(kind: str) -> torch.Tensor:
             parts = (self.read(f"{prefix}{name}.{kind}") for name in names)
@@ -249,10 +250,10 @@ class _Loader:
 
 @dataclass(frozen=True, slots=True)
 class _KvScales:
-    """Pages hold K / key and V / value of a layer (fp8.py)."""
+    """Scales of fp8 KV in a layer: its pages hold K / `key` and V / `value` (fp8.py)."""
 
-    key: float = 1.0
-    value: float = 1.0
+    key: float = 1.0  # > 0
+    value: float = 1.0  # > 0
 
 
 def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: bool) -> LayerWeights:
@@ -273,7 +274,7 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: boo
             if config.latent is None
             else _load_latent(loader, config, config.latent, attention, input_norm)
         ),
-        # Pages hold scaled V, so attention's result is scaled too.
+        # Pages hold V / scale, so attention's result is too small by that factor.
         output=loader.linear(attention, ("o_proj",), config.has_output_bias, scales.value),
         feed_forward=feed_forward,
     )
@@ -282,8 +283,8 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: boo
 def _load_grouped(
     loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor, scales: _KvScales
 ) -> GroupedWeights:
-    # q is multiplied with K only, so the inverse factor leaves scores unchanged. With a norm of q
-    # and k, the factors are in the norm, which would remove factors before it.
+    # Scores q x K do not change if q is multiplied by the scale and K is divided by it. Qwen3's
+    # norms of q and k would cancel factors before them, so the factors are in these norms.
     key = 1.0 if config.has_qk_norm else scales.key
     factors = {"q_proj": key, "k_proj": 1 / key, "v_proj": 1 / scales.value}
     linear = loader.linear(prefix, tuple(factors), config.has_qkv_bias, norm, factors)
@@ -325,7 +326,7 @@ def _load_latent(
     loader: _Loader, config: ModelConfig, latent: LatentConfig, prefix: str, norm: torch.Tensor
 ) -> LatentWeights:
     def halved(rotary: torch.Tensor) -> torch.Tensor:
-        """[..., rotary rows, columns] with the even rows before the odd ones."""
+        """rotary [..., rows, columns] with the even rows first, then the odd rows (see rope.py)."""
         if not latent.is_interleaved:
             return rotary
         return torch.cat([rotary[..., 0::2, :], rotary[..., 1::2, :]], dim=-2)
