@@ -1,6 +1,6 @@
-"""Facts about a host become findings with remedies. Pure.
+"""Turns facts about a host into findings with remedies. Pure.
 
-Not here: reading the facts (host_facts.py), findings of a running system (running_check.py).
+Not here: reading the facts (host_facts.py), findings about a running system (running_check.py).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from backends.doctor.host_facts import HostFacts, PackageFacts
 from backends.doctor.transfer_probe import ProbedWay
 
 OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "BROKEN"
-PYTHON_MIN, PYTHON_END = (3, 10), (3, 14)
-PAGE_BYTES = 4096  # size of a small page
-FILES_WANTED, FILES_MIN = 4096, 256  # descriptors; each client, worker and node takes a few
-RATE_WANTED = 200e6  # bytes per second from another node; slower fetches hardly pay
-NIXL_OVER_TCP_MIN = 1.2  # NIXL's rate over TCP's on one host; measured: 1.2 to 4
-SKEW_S_MAX = 2.0  # clocks are read from HTTP dates, which have whole seconds
+PYTHON_MIN, PYTHON_END = (3, 10), (3, 14)  # first supported, first unsupported version
+PAGE_BYTES = 4096  # size of a memory page that is not a huge page
+FILES_WANTED, FILES_MIN = 4096, 256  # open files; each client, worker and node uses a few
+RATE_WANTED = 200e6  # bytes/s read from another node; below it, computing KV may be faster
+NIXL_OVER_TCP_MIN = 1.2  # expected rate of NIXL / rate of TCP, on one host; measured: 1.2 to 4
+SKEW_S_MAX = 2.0  # tolerated clock difference; it is read from HTTP dates of whole seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `mooncake doctor`."""
+    """One entry in the output of `mooncake doctor`."""
 
-    subject: str
-    what: str
+    subject: str  # what was checked, such as "/dev/shm"
+    what: str  # what the check found
     remedy: str = ""  # "" only if the state is ok
     state: str = OK  # ok; note: may be intended; warning: works badly; BROKEN: does not work
 
@@ -85,7 +85,7 @@ def version_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def unmet(package: PackageFacts) -> str:
-    """A bound of the requirement that the installed version violates; "" if there is none."""
+    """A bound of the requirement that the installed version violates; "" if it violates none."""
     bounds = Requirement(package.requirement).specifier if package.version else ()
     wrong = (str(each) for each in bounds if not each.contains(package.version, prereleases=True))
     return next(wrong, "")
@@ -129,7 +129,7 @@ def torch_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def native_findings(facts: HostFacts) -> Iterator[Finding]:
-    """Whether native code is compiled. Without native code results are equal, but slower."""
+    """Whether the native code is compiled. Otherwise Python computes the same results, slower."""
     if not facts.native_problem:
         yield Finding("compiled code", "made for this CPU")
         return
@@ -141,7 +141,7 @@ def native_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def shm_findings(facts: HostFacts) -> Iterator[Finding]:
-    """/dev/shm, its pages, and free memory. environment.py checks the room for a start."""
+    """Room in /dev/shm and memory. Whether a start fits: backends/launcher/environment.py."""
     size, free = facts.shm_bytes / 2**20, facts.shm_free_bytes / 2**20
     said = f"{size:.0f} MiB, {free:.0f} MiB free"
     if facts.shm_bytes and facts.shm_bytes < 2**30:
@@ -164,7 +164,7 @@ def shm_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def page_findings(facts: HostFacts) -> Iterator[Finding]:
-    """The page size of the storage nodes' memory: GPUs and network cards lock each page."""
+    """Huge pages and NUMA. GPUs and network cards lock each page of the storage nodes' memory."""
     if facts.shm_huge:
         yield Finding("huge pages", f"/dev/shm has them (huge={facts.shm_huge})")
     elif facts.gpus or facts.has_rdma:
@@ -229,7 +229,7 @@ def clock_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def skew_findings(address: str, skew_s: float) -> Iterator[Finding]:
-    """`skew_s`: seconds that the clock of `address` is ahead of ours."""
+    """`skew_s`: clock of `address` minus clock of this host, in seconds."""
     if abs(skew_s) > SKEW_S_MAX:
         side = "ahead of" if skew_s > 0 else "behind"
         what = f"that of {address} is {abs(skew_s):.0f} s {side} this host's"
@@ -237,7 +237,7 @@ def skew_findings(address: str, skew_s: float) -> Iterator[Finding]:
 
 
 def path_findings(ways: Sequence[ProbedWay]) -> Iterator[Finding]:
-    """Findings of reads between two storage nodes of this host."""
+    """`ways`: measured reads between two storage nodes of this host, one for each transport."""
     tcp_rate = max((way.bytes_per_s for way in ways if way.transport == "tcp"), default=0.0)
     for way in ways:
         subject = f"path {way.transport}"

@@ -1,4 +1,4 @@
-"""The state of a running system and the time of one request become findings with remedies."""
+"""Turns the state of a running system and the time of one request into findings with remedies."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from backends.model_settings.running_system import REFUSED, RunningSettings
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 
-ASK_S_MAX = 10.0
-REQUEST_S_MAX = 60.0
-DIRECTORY_S_MAX = 3.0
-TTFT_S_WANTED = 2.0  # for a prompt of a few tokens
+ASK_S_MAX = 10.0  # timeout in s of a GET from the launcher's metrics port
+REQUEST_S_MAX = 60.0  # timeout in s of the timed request
+DIRECTORY_S_MAX = 3.0  # timeout in s of a call to the directory
+TTFT_S_WANTED = 2.0  # longest normal time to first token of a prompt of a few tokens
 PROMPT = "It is a truth"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimed:
-    """One request of a few tokens, sent from this process."""
+    """The result of one request of a few tokens, sent from this process."""
 
-    ttft_s: float = 0.0
-    problem: str = ""  # why no token came; "" if one did
+    ttft_s: float = 0.0  # time to the first event of the answer; 0 if there was no event
+    problem: str = ""  # why no token was received; "" if a token was received
 
 
 @dataclass(frozen=True, slots=True)
 class RunningFacts:
     settings: RunningSettings
     models: Mapping[str, bool]  # name -> the model is ready
-    page: Page
-    clock_skew_s: float  # clock of the launcher's host minus that of this host
+    page: Page  # the metrics page
+    clock_skew_s: float  # clock of the launcher's host minus clock of this host
     rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # worker -> node -> B/s
     request: FirstTokenTimed | None = None  # None: the host has no frontend
 
 
 def read_running(settings: RunningSettings, metrics_url: str) -> RunningFacts:
-    """Raises OSError, ValueError, KeyError or TypeError if the launcher does not answer."""
+    """Raises OSError, ValueError, KeyError or TypeError without a valid answer of the launcher."""
     base = metrics_url.removesuffix("/").removesuffix("/metrics")
     ready, skew_s = _get(f"{base}/ready")
     page, _ = _get(f"{base}/metrics")
@@ -112,7 +112,7 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def web_page_findings(facts: RunningFacts) -> Iterator[Finding]:
-    """A gateway without API keys refuses web pages of other sites. Triton's HTTP port does not."""
+    """Warn if web pages of other sites can send prompts to Triton's HTTP port."""
     settings = facts.settings
     refuses_keyless = facts.request is not None and Forbidden.prefix in facts.request.problem
     if settings.openai and settings.http and not refuses_keyless:
@@ -153,7 +153,7 @@ def request_findings(request: FirstTokenTimed | None) -> Iterator[Finding]:
 
 
 def timed_request(http: str) -> FirstTokenTimed:
-    """Time a request like a client's. `http`: HOST:PORT of a frontend."""
+    """Stream one short answer and time the first token. `http`: HOST:PORT of a frontend's HTTP."""
     body = {"text_input": PROMPT, "max_tokens": 4, "stream": True}
     asked = urllib.request.Request(
         f"http://{http}/v2/models/conductor/generate_stream", json.dumps(body).encode()
@@ -174,7 +174,7 @@ def timed_request(http: str) -> FirstTokenTimed:
 
 
 def _get(url: str) -> tuple[str, float]:
-    """(text of the answer, seconds that the server's clock is ahead). A 503 has a text too."""
+    """(text of the answer, server's clock minus ours in s). An error status also has a text."""
     before_s = time.time()
     try:
         with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
@@ -182,12 +182,13 @@ def _get(url: str) -> tuple[str, float]:
     except urllib.error.HTTPError as error:
         text, dated = error.read().decode(), error.headers.get("Date", "")
     middle_s = (before_s + time.time()) / 2
+    # A Date header omits the fraction of a second: 0.5 s on average.
     there = email.utils.parsedate_to_datetime(dated).timestamp() + 0.5 if dated else middle_s
     return text, there - middle_s
 
 
 def _rates(directory: str) -> dict[str, dict[str, float]]:
-    """Rates that the workers measured at their start; {} without a directory."""
+    """Worker -> node -> bytes/s, measured when the worker started. {} if no directory answers."""
     if not directory:
         return {}
     try:

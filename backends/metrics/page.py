@@ -1,14 +1,14 @@
 """The metrics of one model: values are observed, checked and published.
 
-**Observing.** Publishing a value takes a round trip to Triton (docs/decisions/0010), and no request
-waits for that. Any thread appends a value to `Observations` in a microsecond, without a lock. The
+**Observing.** Publishing a value takes a round trip to Triton (docs/decisions/0010). To keep
+requests fast, a thread only appends its value to `Observations`: a microsecond, without a lock. The
 metrics thread removes and publishes the values.
 
-**Publishing.** Only the metrics thread uses `MetricPage`. The page checks each value against the
-table and sends only values that changed. Gauges are also sent once a second: while a model reloads,
-its old process sets them to 0 when it exits.
+**Publishing.** Only the metrics thread uses `MetricPage`. The page checks each value against
+table.py and sends only values that changed. An unchanged gauge is sent again once a second, because
+the old process of a reloaded model sets its gauges to 0 when it exits.
 
-Pure: how a series is made in Triton is an argument. Not here: when to publish
+Pure: the caller passes the function that makes a series in Triton. Not here: when to publish
 (triton/metrics_loop.py), which numbers (frontend/metrics.py, workers/metrics.py).
 """
 
@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from backends.metrics.table import METRICS, Kind, Metric
 
-VALUES_MAX = 100_000  # queued values: the busiest frontend makes as many in some minutes
+VALUES_MAX = 100_000  # limit of queued values; the busiest frontend needs minutes to reach it
 
 
 class Observation(NamedTuple):
@@ -38,7 +38,7 @@ class Observations:
         self._waiting: deque[Observation] = deque(maxlen=values_max)
 
     def observe(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Any thread (deque.append is atomic). A full queue drops its oldest value."""
+        """Queue a value. Thread-safe (deque.append is atomic). A full queue drops the oldest."""
         self._waiting.append(Observation(name, value, labels))
 
     @property
@@ -47,17 +47,17 @@ class Observations:
         return len(self._waiting) == self._waiting.maxlen
 
     def drain(self) -> Iterator[Observation]:
-        """Remove the values that are queued now. Later values stay for the next call."""
+        """Remove the values that are queued now. Values that are appended later stay queued."""
         for _ in range(len(self._waiting)):
             yield self._waiting.popleft()
 
 
-REFRESH_S = 1.0  # a gauge is sent again after this time, even if it did not change
+REFRESH_S = 1.0  # an unchanged gauge is sent again after so many seconds
 Labels = tuple[tuple[str, str], ...]
 
 
 class Series(Protocol):
-    """One name with one set of labels, in Triton."""
+    """A time series in Triton: one metric name with one set of label values."""
 
     def set(self, value: float) -> None: ...
     def increment(self, value: float) -> None: ...
@@ -65,7 +65,7 @@ class Series(Protocol):
 
 
 class Undeclared(Exception):
-    """The table lacks this name, kind, label or value, or does not allow it for this backend."""
+    """table.py does not declare this name, kind, label or label value for this backend."""
 
 
 @dataclass(slots=True)
@@ -73,17 +73,17 @@ class Published:
     """A series in Triton, and what this process published to it."""
 
     series: Series
-    value: float  # of a gauge: NaN before the first; of a counter: the last total (`counter_to`)
-    sent_s: float = 0.0  # of a gauge: time at which the value was sent, in s
-    round: int = 0  # of a gauge: number of the round in which it was last set
+    value: float  # gauge: last value sent, NaN if none was; counter: last total of `counter_to`
+    sent_s: float = 0.0  # gauge: time of the caller's clock at which the value was sent, in s
+    round: int = 0  # gauge: number of `end_round` calls before the gauge was last set
 
 
 class MetricPage:
     def __init__(self, publisher: str, make: Callable[[Metric, dict[str, str]], Series]) -> None:
-        """`publisher`: the backend: conductor, prefill or decode.
+        """`publisher`: conductor, prefill or decode. `make`: creates a series in Triton.
 
-        Counters and histograms with known label values are published as 0 from the start, so that
-        a query need not distinguish "none" from "not yet".
+        Counters and histograms with known label values are created at once, with 0, so that a query
+        need not distinguish "none" from "not yet".
         """
         self._publisher = publisher
         self._make = make
@@ -96,13 +96,13 @@ class MetricPage:
                     self._get(metric.kind, metric.name, labels)
 
     def go_on_from(self, before: MetricPage, names: Collection[str]) -> None:
-        """Take over the last totals of the counters `names`: their owner outlives `before`."""
+        """Copy the totals of the counters `names` from an older page: these counters continue."""
         for key, counter in before._published.items():
             if key[0] == "counter" and key[1] in names:
                 self._published[key] = replace(counter)
 
     def gauge(self, name: str, value: float, now_s: float, **labels: str) -> None:
-        """Set a gauge. A gauge that one round does not set becomes 0 (`end_round`)."""
+        """Set a gauge. A gauge that is not set again before the next `end_round` becomes 0."""
         value = _finite(name, value)
         gauge = self._get("gauge", name, labels)
         gauge.round = self._round
@@ -111,9 +111,9 @@ class MetricPage:
             gauge.value, gauge.sent_s = value, now_s
 
     def counter_to(self, name: str, total: float, **labels: str) -> None:
-        """Add what the counter's owner counted since the last call. A lower `total` adds nothing.
+        """Increase a counter by the growth of `total` since the last call; never decrease it.
 
-        Triton keeps a counter when a model is reloaded, while the new process counts from 0.
+        Triton keeps a counter when a model is reloaded. The `total` of the new process starts at 0.
         """
         counter = self._get("counter", name, labels)
         missing = _finite(name, total) - counter.value
@@ -122,8 +122,8 @@ class MetricPage:
             counter.value = total
 
     def take(self, observations: Observations) -> None:
-        """Publish each value of a histogram, and the sum of the amounts of each counter. Raises
-        for an invalid value, after publishing the values before it; later values stay queued."""
+        """Publish the queued values; amounts of one counter are summed. Raises at an invalid value.
+        The values before the invalid value are then published, and later values stay queued."""
         self.has_lost_values = self.has_lost_values or observations.is_full
         amounts: dict[tuple[str, Labels], float] = {}
         try:
@@ -140,7 +140,7 @@ class MetricPage:
                     self._get("counter", name, dict(labels_of)).series.increment(amount)
 
     def end_round(self) -> None:
-        """End a round: gauges that it did not set (a storage node that is gone) become 0."""
+        """Set gauges to 0 that were not set since the last call (a storage node that left)."""
         for gauge in self._gauges():
             if gauge.round != self._round and gauge.value != 0.0:
                 gauge.series.set(0.0)
@@ -148,7 +148,7 @@ class MetricPage:
         self._round += 1
 
     def clear(self) -> None:
-        """Set all gauges to 0. Otherwise Triton shows the last gauges of an unloaded model."""
+        """Set all gauges to 0. Triton would otherwise keep the last values of an unloaded model."""
         for gauge in self._gauges():
             gauge.series.set(0.0)
             gauge.value = 0.0
@@ -157,7 +157,7 @@ class MetricPage:
         return [each for (kind, _, _), each in self._published.items() if kind == "gauge"]
 
     def _get(self, kind: Kind, name: str, labels: dict[str, str]) -> Published:
-        """The series, made on first use. A new gauge is NaN, so that any value is sent."""
+        """The series, made on first use. A new gauge has NaN, so that its first value is sent."""
         key = (kind, name, _sorted(labels))
         if key not in self._published:
             first = math.nan if kind == "gauge" else 0.0

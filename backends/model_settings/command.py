@@ -45,7 +45,7 @@ from mooncake_store.cli.arguments import parse_nodes
 
 console = Console(highlight=False, markup=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-EARLIER_S_MAX = 30.0  # limit of the wait for an earlier edit
+EARLIER_S_MAX = 30.0  # limit in s of the wait until an earlier edit of the model is loaded
 READY_S_MAX = 300.0  # as in `mooncake serve`, because a large checkpoint loads slowly
 
 app = typer.Typer(
@@ -72,7 +72,7 @@ def check(
 ) -> None:
     """Print every mistake of a model repository before a start; exit status 1 if there is any.
 
-    A repository that was rendered for one host of a deployment may lack a role.
+    A repository that was rendered for one host of a deployment need not have both roles.
     """
     texts = _texts(model_repository)
     is_part = (model_repository.resolve().parent / MANIFEST).exists()
@@ -205,7 +205,7 @@ def _follow(
     ask: Ask,
     ready_s_max: float,
 ) -> None:
-    """Print each edited model's outcome. Exit status 1 if one is refused, replaced or pending."""
+    """Print the outcome of each edited model. Exits with status 1 if any outcome is not LOADED."""
     served = {model: text for model, text in edit.texts.items() if model not in running.left_out}
     for model in edit.texts.keys() - served.keys():
         console.print(f"{model} is written, but not served (--prefill or --decode is lower)")
@@ -224,7 +224,7 @@ def _follow(
         console.print(f"{model} serves with it; running requests are not interrupted")
     for model in models[REFUSED]:
         errors.print(f"{model} refused it: {found[model].reason}")
-        # The file would not load at the next start either. Keep it if it was edited again.
+        # Restore the old file, so that the next start succeeds. Keep a file that was edited again.
         if _texts(repository).get(model) == edit.texts[model]:
             write_text(repository, model, texts[model])
     if refused := ", ".join(models[REFUSED]):
@@ -243,10 +243,10 @@ def _follow(
 def _wait_for_earlier_edits(
     running: RunningSettings, edit: SettingsEdit, ask: Ask, ready_s_max: float
 ) -> None:
-    """Wait until earlier edits of the same models are loaded.
+    """Wait until earlier edits of the same models are loaded, EARLIER_S_MAX at most.
 
-    The outcome of an earlier edit could be mistaken for that of this edit. The wait is limited, so
-    an edit that never loads can still be replaced.
+    Otherwise the outcome of an earlier edit could be mistaken for the outcome of this edit. The
+    limit allows this edit to replace one that never loads.
     """
     busy = {
         model: state.digest
@@ -259,7 +259,7 @@ def _wait_for_earlier_edits(
 
 
 def _of_this(ask: Ask, repository: Path) -> RunningSettings | None:
-    """The running system; None if there is none, or if it serves another repository."""
+    """The settings of the running system. None if no system serves `repository`."""
     running = ask()
     if running is None or running.serves(repository):
         return running

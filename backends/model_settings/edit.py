@@ -1,7 +1,7 @@
 """Plans the edit of `mooncake config set`, or reports every reason against it. Pure.
 
-An edit is refused if it adds a mistake to the repository, if a model that it names has any mistake,
-or if a running system cannot apply it.
+An edit is refused for three reasons: the repository gets a new mistake, an edited model has any
+mistake, or the running system cannot apply a change.
 
 Not here: files (repository_files.py), waiting for the running system (running_system.py).
 """
@@ -20,8 +20,8 @@ from backends.model_settings.repository_check import LookUp, check_repository, c
 from backends.model_settings.running_system import RunningSettings
 
 FORM = "MODEL.PARAMETER=VALUE, like conductor.admission=early or 'prefill_*.chunk_tokens=256'"
-PATTERN = "*?["  # characters of a pattern
-# Settings of a worker that add further parameters, which the same edit may set.
+PATTERN = "*?["  # a model name with one of these characters is a pattern
+# Each of these settings gives a worker further parameters, which the same edit may set.
 ADDING_MOST: tuple[Mapping[str, str], ...] = ({"engine": "tensorrt_llm"}, {"roles": "both"})
 ADDING = tuple(f".{name}" for more in ADDING_MOST for name in more)
 
@@ -61,11 +61,11 @@ def plan_edit(
     checkpoint: LookUp,
     running: RunningSettings | None = None,
 ) -> SettingsEdit:
-    """Raises EditRefused with every mistake. `running` serves these files; None: no system does."""
+    """Raises EditRefused with every mistake. `running`: the system that serves `texts`, if any."""
     problems: list[str] = []
     wanted: dict[str, dict[str, str]] = {}
-    # Assignments that add parameters are applied first, because a pattern matches only models that
-    # have the parameter.
+    # First the assignments that give workers further parameters (ADDING): later patterns match only
+    # models that have the assigned parameter.
     ordered = sorted(assignments, key=lambda each: not each.split("=")[0].strip().endswith(ADDING))
     for assignment in ordered:
         try:
@@ -122,8 +122,8 @@ def _assigned(
     wanted: Mapping[str, Mapping[str, str]],
     running: RunningSettings | None,
 ) -> Iterator[tuple[str, str, str]]:
-    """(model, parameter, value) for each model that the assignment matches. `wanted` maps models to
-    parameters of the same edit so far. Raises ConfigError if no model or parameter matches."""
+    """(model, parameter, value) for each model that the assignment matches. `wanted`: the earlier
+    assignments, by model. Raises ConfigError if no model or parameter matches."""
     left, equals, value = assignment.partition("=")
     pattern, _, parameter = left.strip().rpartition(".")
     if not (equals and pattern and parameter):
@@ -156,8 +156,8 @@ def _assigned(
 
 
 def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING_MOST) -> set[str]:
-    """The model's parameters, and those that it would have with one of `settings`. By default these
-    are all parameters that an edit may add. Empty for other backends and unreadable files."""
+    """Names of the parameters that the model has, or would have with one of `settings`. Empty for
+    an unreadable file and for a backend without known parameters."""
     try:
         file = read_model_file(model, text)
     except ConfigError:

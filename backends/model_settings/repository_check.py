@@ -1,8 +1,8 @@
 """Finds the mistakes of a model repository before a start.
 
-Each model is checked by the code that it uses when it loads (config_pbtxt.py). Then the models are
-checked together: common parameters of all workers, both roles, storage nodes, pipeline stages,
-steps of an ensemble. The caller passes everything that needs the disk.
+The code that a model runs when it loads (config_pbtxt.py) checks each file. Then the models are
+checked together: parameters that all workers must share, both roles, storage nodes, pipeline
+stages, steps of an ensemble. The caller reads all files.
 
 Not here: reading folders (repository_files.py), a host's GPUs and memory (backends/doctor).
 """
@@ -32,26 +32,26 @@ from backends.model_settings.model_file import TAKE_ANOTHER, ModelFile, read_mod
 from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
 
-# Backend -> its configuration classes. Workers are missing: theirs depend on their parameters.
+# Backend -> its configuration classes. The classes of a worker depend on the worker's parameters.
 CLASSES: Mapping[str, tuple[type[Any], ...]] = {
     "conductor": (FrontendConfig, ConductorConfig),
     "preprocessing": (TokenizerConfig,),
     "postprocessing": (TokenizerConfig,),
 }
 INPUTS = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
-STAGES_MAX = 1024  # larger numbers of pipeline stages are cut to this one
-# Parameters that must be equal in a pipeline group, in addition to the fingerprint.
+STAGES_MAX = 1024  # limit of the stages of one pipeline group that are searched for a missing one
+# Parameters that must be equal in a pipeline group. FINGERPRINT must be equal in all workers.
 OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """Facts of the folder that a parameter `checkpoint` names."""
+    """What the checks need from the folder that a parameter `checkpoint` names."""
 
-    problems: tuple[str, ...] = ()  # problems for every engine and tokenizer
-    torch_problems: tuple[str, ...] = ()  # problems for the engine torch only
-    context_tokens_max: int = 0  # 0: unknown
-    layers: int = 0  # 0: unknown
+    problems: tuple[str, ...] = ()  # for every model with this checkpoint
+    torch_problems: tuple[str, ...] = ()  # only for workers with the engine torch
+    context_tokens_max: int = 0  # longest prompt + output in tokens; 0: unknown
+    layers: int = 0  # number of layers; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class RepositoryFindings:
     notes: list[str] = field(default_factory=list)  # valid settings that may not be intended
 
 
-LookUp = Callable[[str], CheckpointFacts]
+LookUp = Callable[[str], CheckpointFacts]  # argument: the value of a parameter `checkpoint`
 
 
 def check_repository(
@@ -69,10 +69,10 @@ def check_repository(
     nodes: Collection[str] | None = None,
     versionless: Collection[str] = (),
 ) -> RepositoryFindings:
-    """Mistakes and notes of a repository with these config.pbtxt files.
+    """Find mistakes and notes. `texts`: model -> its config.pbtxt.
 
-    `nodes` are the storage nodes of this host. None, for a part of a deployment: missing nodes,
-    roles and pipeline stages are no mistakes. `versionless` are models without a version folder.
+    `nodes`: the storage nodes of this host. None: the repository may lack nodes, roles and pipeline
+    stages, because other hosts have them. `versionless`: models without a version folder.
     """
     found = RepositoryFindings()
     files = []
@@ -118,8 +118,8 @@ def model_mistakes(file: ModelFile) -> Iterator[str]:
 
 
 def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
-    """The configuration classes of a model, () for other backends; and the check of their values
-    together, which takes an instance of each class."""
+    """(configuration classes of a model, common check). The common check takes an instance of each
+    class and yields mistakes. Backends other than ours have no classes: ()."""
     if file.backend in ROLES:
         return config_classes(file.backend, file.parameters)
     return CLASSES.get(file.backend, ()), lambda *configs: ()
