@@ -27,8 +27,8 @@ SKEW_S_MAX = 2.0  # tolerated clock difference; it is read from HTTP dates of wh
 class Finding:
     """One entry in the output of `mooncake doctor`."""
 
-    subject: str  # what was checked, such as "/dev/shm"
-    what: str  # what the check found
+    subject: str  # the checked part of the host, such as "/dev/shm"
+    what: str  # the state that the check found
     remedy: str = ""  # "" only if the state is ok
     state: str = OK  # ok; note: may be intended; warning: works badly; BROKEN: does not work
 

@@ -46,7 +46,7 @@ OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFacts:
-    """What the checks need from the folder that a parameter `checkpoint` names."""
+    """Properties of a checkpoint's folder that the checks use."""
 
     problems: tuple[str, ...] = ()  # for every model with this checkpoint
     torch_problems: tuple[str, ...] = ()  # only for workers with the engine torch
