@@ -1,9 +1,9 @@
 """Renders the config.pbtxt files of one host from templates and the deployment's parameters.
 
-Comments and tensors of a template are kept. The values of its parameters are replaced, and
-parameters that it lacks are appended. Relative paths in the cluster file start at the file's
-folder, but those in a rendered model start at the parent of its repository. Relative paths are
-therefore prefixed with `BACK`.
+A template is the config.pbtxt of a model in the base repository. Its comments and tensors are kept.
+The deployment's values replace those of the template, and parameters that the template lacks are
+appended. Relative paths in the cluster file start at the file's folder, but those in a rendered
+model start at the parent of its repository. Relative paths therefore get the prefix `BACK`.
 
 Not here: writing the files, and later edits by an operator (rendered_folder.py).
 """
@@ -19,8 +19,8 @@ from backends.cluster.host_plan import HostPlan, gpus_of
 from backends.shipped import named_or_shipped
 
 CONFIG = "config.pbtxt"
-BYTES = "surrogateescape"  # a comment may be in any encoding
-BACK = "../../"  # from rendered/HOST, the repository's parent, to the cluster file's folder
+BYTES = "surrogateescape"  # preserves bytes that are not UTF-8, as in a comment
+BACK = "../../"  # from rendered/HOST, the parent of a rendered repository, to the file's folder
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 PARAMETER = re.compile(
     r'(?P<before>^\s*parameters\s*:?\s*\{\s*key\s*:\s*"(?P<key>[^"]+)"\s*,?\s*value\s*:?\s*\{'
@@ -33,7 +33,7 @@ ESCAPED = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 class TemplateMissing(Exception):
-    """The base model repository has no template for a model."""
+    """The base model repository is missing, or has no template for a worker."""
 
 
 def templates_in(base: Path) -> dict[str, str]:
@@ -91,14 +91,14 @@ def backend_named(text: str) -> str:
 
 
 def parameters_of(text: str) -> dict[str, str]:
-    """The parameters of a config.pbtxt in the format of the shipped models: one for each line."""
+    """The parameters of a config.pbtxt, each written as in the shipped models."""
     return {match["key"]: _unescaped(match["value"]) for match in PARAMETER.finditer(text)}
 
 
 def with_parameters(
     text: str, parameters: Mapping[str, str], comment: str = "As the cluster file says."
 ) -> str:
-    """The config.pbtxt with these values; its comments are kept. New parameters are appended below
+    """The config.pbtxt `text` with these values. Parameters that `text` lacks are appended below
     the line `comment`."""
 
     def replaced(match: re.Match[str]) -> str:
@@ -118,7 +118,7 @@ def with_parameters(
 
 
 def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
-    """The parameters of a frontend model: the conductor's, or the checkpoint of its tokenizer."""
+    """The deployment's parameters for a model that clients call; a tokenizer gets a checkpoint."""
     if backend_named(text) == "conductor":
         return _led_back(deployment.conductor)
     if "checkpoint" in parameters_of(text):
@@ -127,7 +127,7 @@ def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
 
 
 def template(role: str, parameters: Mapping[str, str], templates: Mapping[str, str]) -> str:
-    """The template of a worker: a model of its role, preferably with the same engine."""
+    """The template of a worker: the first model of its role, preferably with the same engine."""
     alike = [text for _, text in sorted(templates.items()) if backend_named(text) == role]
     if not alike:
         raise TemplateMissing(

@@ -1,8 +1,8 @@
 """The rendered model repository of a host, and the manifest of its rendered files.
 
-The manifest distinguishes an operator's edit from an older rendering. A file whose digest differs
-from the manifest was edited. A start of serving keeps an edited file; only `mooncake cluster render
-models` overwrites it.
+The manifest has the digest of each config.pbtxt as it was rendered. A file with another digest was
+edited by the operator; a file with this digest may be outdated. `mooncake serve` keeps an edited
+file. Only `mooncake cluster render models` overwrites it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Difference:
 
     model: str
     kind: str  # edited | outdated | removed | added | missing
-    changes: tuple[str, ...] = ()  # "threads: 2, in the cluster file 1"
+    changes: tuple[str, ...] = ()  # one for each parameter: "threads: 2, in the cluster file 1"
 
     def __str__(self) -> str:
         remedy = {
@@ -59,7 +59,8 @@ class RenderedFolder:
         self._models = rendered_models(deployment, plan, templates_in(base))
 
     def write(self, keeps_edits: bool) -> list[str]:
-        """Update the folder; returns the written models. `keeps_edits` keeps edited models."""
+        """Write changed models and remove those that the cluster file lacks; returns the written
+        ones. With `keeps_edits`, edited models are neither overwritten nor removed."""
         before = self._manifest()
         written = []
         self.repository.mkdir(parents=True, exist_ok=True)
@@ -94,7 +95,7 @@ class RenderedFolder:
         return found
 
     def _write_model(self, model: str, text: str) -> None:
-        """Write a model. Its config is last, because Triton then loads it."""
+        """Write config.pbtxt last, because Triton loads a folder once it has this file."""
         folder = self.repository / model
         (folder / "1").mkdir(parents=True, exist_ok=True)
         partial = self.repository.parent / f".{model}.{CONFIG}"

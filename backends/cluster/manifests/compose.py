@@ -1,12 +1,11 @@
 """A Compose file with one service for each host of a deployment, all on one machine.
 
 Each host is a container with its own network stack and its own /dev/shm, so hosts share no memory.
-Hosts with IP addresses get these addresses on a separate network. Hosts with DNS names get the
-names as aliases.
+All containers join one network. A host with an IP address gets this address there. A host with a
+DNS name gets the name as an alias.
 
-Keys, checkpoint and engine options are mounted at their paths of the cluster file, which are
-absolute or start at the file's folder. Only the owner of keys can read them, so a container runs as
-the owner of its host's keys.
+The files of keys, checkpoint and engine options are mounted at the paths in the cluster file. Only
+the owner of keys can read them, so a container runs as the owner of its host's keys.
 """
 
 from __future__ import annotations
@@ -28,14 +27,15 @@ from backends.cluster.deployment import (
 from backends.cluster.host_plan import HostPlan, host_and_port, host_plan
 from backends.cluster.manifests.pods import FOLDER, IMAGE, SHM_EXTRA_BYTES, USER
 
-STOP_S = 30
+STOP_S = 30  # seconds until Docker kills a container that it stops
 PREFIX_BITS_MIN = 8  # the largest private network is 10.0.0.0/8
 BACK = "../.."  # from compose.yaml to the folder of the cluster file
 
 
 def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> str:
-    """The text of compose.yaml, which is two folders below the cluster file. `owners` maps hosts to
-    the user id that owns their keys. Raises ClusterFileInvalid for unfit paths or addresses."""
+    """The text of compose.yaml, for a folder two levels below the cluster file. `owners` maps a
+    host to the user id that owns its keys. Raises ClusterFileInvalid for unfit paths or addresses.
+    """
     file = deployment.file_name
     services = {
         name: _service(deployment, host_plan(deployment, name), number, (owners or {}).get(name))
@@ -52,7 +52,7 @@ def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> 
 
 
 def _mount(path: str) -> str:
-    """The volume that mounts a path of the cluster file into a container."""
+    """The volume that mounts a path of the cluster file into a container, read-only."""
     outside, inside = (posixpath.normpath(posixpath.join(base, path)) for base in (BACK, FOLDER))
     return f"{outside}:{inside}:ro"
 
@@ -73,7 +73,7 @@ def _service(
     deployment: Deployment, plan: HostPlan, number: int, owner: int | None
 ) -> dict[str, Any]:
     file = deployment.file_name
-    # Logs, etcd's data, SSD tiers and rendered models with live edits.
+    # The volume state-HOST has logs, etcd's data, SSD tiers, and rendered models with live edits.
     volumes = [f"state-{plan.host}:{FOLDER}", *map(_mount, (file, *_read(deployment)))]
     if deployment.keys_folder:
         volumes.append(_mount(f"{deployment.keys_folder}/{plan.host}"))
@@ -99,7 +99,7 @@ def _service(
         },
     }
     if plan.frontend is not None and not is_loopback(deployment.frontends.address):
-        # The first host of the file has the file's ports on the machine, later hosts higher ones.
+        # The first host publishes the file's ports, each further host HOST_PORT_STEP higher ones.
         ports = (deployment.frontends.http_port, deployment.frontends.grpc_port)
         service["ports"] = [f"127.0.0.1:{port + HOST_PORT_STEP * number}:{port}" for port in ports]
     return service
@@ -113,8 +113,8 @@ def _ask(plan: HostPlan) -> str:
 
 
 def _network(deployment: Deployment) -> dict[str, Any]:
-    """The smallest network with all IP addresses and a free gateway address, at least a /24; {} if
-    all hosts have DNS names."""
+    """The smallest network of /24 or larger with all IP addresses, and a free address in it as its
+    gateway. {} if all hosts have DNS names."""
     addresses = [
         IPv4Address(each.address) for each in deployment.hosts.values() if is_ip(each.address)
     ]

@@ -1,17 +1,16 @@
-"""The TCP ports of a host's plan that other hosts connect to, the sources allowed for each, and the
-nftables rules of the host.
+"""The nftables rules of a host: the TCP ports that others connect to, and the sources of each.
 
     nft -f rendered/a/firewall.nft          # loads the rules, and replaces earlier ones
     nft delete table inet mooncake_NAME     # removes the rules
 
-Elastic hosts are not in the cluster file. Their addresses are added on every running host, and a
-later load of the rules keeps them:
+Elastic hosts are not in the cluster file. The operator adds the address of an elastic host to a set
+on every other host. A later load of the rules keeps the set:
 
     nft add element inet mooncake_NAME elastic '{ 10.77.0.9 }'
 
-The policy stays accept, so a file that is loaded by mistake locks no administrator out. The last
-rule drops packets from other sources that open a connection to the deployment's ports. Other
-packets pass, because the free ports also receive answers for other programs of the host.
+The chain's policy stays accept, so that a wrong file cannot lock an administrator out. The last
+rule drops packets with which other sources open a connection to the deployment's ports. All other
+packets pass, because ports of FREE_PORTS also receive answers to connections of this host.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from dataclasses import dataclass
 from backends.cluster.deployment import ClusterFileInvalid, Deployment, is_ip, is_loopback
 from backends.cluster.host_plan import HostPlan, host_and_port, host_plan
 
-ELASTIC = "elastic"  # name of the set of elastic hosts' addresses
-# The sources that may connect to a port.
+ELASTIC = "elastic"  # name of the nftables set with the addresses of elastic hosts
+# Groups of sources that may connect to a port.
 CLIENTS = "clients"  # any source
 FLEET = "fleet"  # all hosts
 FRONTENDS = "frontends"  # hosts with a frontend
 MEMBERS = "members"  # hosts with an etcd member
-MONITORS = "monitors"  # metrics scrapers, which the cluster file does not list
-# Ports that the cluster file does not set (inboxes of processes, NIXL's listeners) are any free
-# ports of this range, Linux's default for ephemeral ports (ip_local_port_range).
+MONITORS = "monitors"  # metrics scrapers; the operator adds a rule with their addresses
+# Range of the ports that the cluster file does not set: message sockets of processes, and NIXL's
+# listeners. It is Linux's default range of ephemeral ports (ip_local_port_range).
 FREE_PORTS = (32_768, 60_999)
 
 
@@ -77,7 +76,7 @@ def _listeners(plan: HostPlan) -> Iterator[tuple[str, str, str]]:
 
 
 def firewall(deployment: Deployment, plan: HostPlan) -> str:
-    """The text for `nft -f`. Raises ClusterFileInvalid if hosts have DNS names."""
+    """The text for `nft -f`. Raises ClusterFileInvalid if a host has a DNS name."""
     named = [name for name, each in deployment.hosts.items() if not is_ip(each.address)]
     if named:
         what = f"hosts: {', '.join(named)} have DNS names, and firewall rules need IP addresses"

@@ -1,17 +1,17 @@
 """A Kustomize base for a deployment whose hosts are pods.
 
 A host of the cluster file is a pod of a StatefulSet. The host is named NAME-NUMBER, and its address
-NAME-NUMBER.NAME comes from the headless service NAME. An elastic pool is a Deployment, whose pods
-are hosts outside the file. All pods read the same cluster file from a ConfigMap. The name of the
-ConfigMap changes with its content, so an edit causes a rolling update.
+NAME-NUMBER.NAME comes from the headless Service NAME. An elastic pool is a Deployment; each of its
+pods is a host that is not in the file. All pods read the same cluster file from a ConfigMap. The
+name of the ConfigMap changes with its content, so an edit causes a rolling update.
 
     hosts NAME-0, NAME-1 ...  StatefulSet, headless Service, PodDisruptionBudget
     hosts with frontends      a Service for clients
     pools with `elastic`      Deployment, PodDisruptionBudget
     ports                     NetworkPolicies
 
-The Secrets with the keys from `mooncake keys` are separate files, and so is a component for
-monitoring and autoscaling.
+The Secrets with the keys from `mooncake keys` are not part of the base. Monitoring and autoscaling
+are a Kustomize component of their own.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from backends.cluster.manifests.pods import (
 )
 
 POD_HOST = re.compile(r"(?P<group>[a-z][a-z0-9-]*?)-(?P<number>0|[1-9]\d*)")
-STATE_BYTES = 8 << 30  # part of a volume for logs and etcd's data, besides the SSD tier
+STATE_BYTES = 8 << 30  # volume size for logs and etcd's data, in addition to the SSD tier
 LIVE, WAITING = "mooncake_requests_live", "mooncake_requests_waiting"  # docs/metrics.md
 INSTANCE = "app.kubernetes.io/instance"
 SERIES_LABEL = "app_kubernetes_io_instance"  # the same label in Prometheus
-LIVE_PER_WORKER = 16  # target of live requests for each worker of a pool
-WAITING_PER_WORKER = 4  # target of waiting requests for each worker of a pool
-CALM_S = 300  # time of low load before a pool shrinks, because a worker's KV is lost with it
+LIVE_PER_WORKER = 16  # autoscaling target: the deployment's live requests per worker of a pool
+WAITING_PER_WORKER = 4  # autoscaling target: requests that wait at a worker of the pool
+CALM_S = 300  # seconds of low load before a pool shrinks, because each removal moves requests
 
 
 def kustomize_base(
     deployment: Deployment, text: str, gateway: PodGateway = NO_GATEWAY
 ) -> dict[str, str]:
-    """Name -> text of each file of the base; `text` is the cluster file itself. Raises
-    ClusterFileInvalid if its hosts cannot be pods, or if API keys would not be checked."""
+    """Name -> text of each file of the base; `text` is the text of the cluster file. Raises
+    ClusterFileInvalid if the hosts cannot be pods or the options of the gateway are unfit."""
     _check_gateway(deployment, gateway)
     groups = _groups(deployment)
     files = {"cluster.yaml": text}
@@ -100,7 +100,7 @@ def _check_gateway(deployment: Deployment, gateway: PodGateway) -> None:
 
 
 def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
-    """StatefulSet -> plans of its hosts. Raises ClusterFileInvalid with every unfit host."""
+    """StatefulSet -> plans of its hosts. Raises ClusterFileInvalid if the hosts cannot be pods."""
     found: dict[str, list[HostPlan]] = {}
     problems = []
     for name, host in deployment.hosts.items():
@@ -131,7 +131,7 @@ def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
 
 
 def _unlike(plans: list[HostPlan]) -> list[str]:
-    """The problem of hosts that differ, because a StatefulSet has one pod template."""
+    """The problem of hosts that run different parts; their StatefulSet has one pod template."""
 
     def shape(plan: HostPlan) -> tuple[object, ...]:
         nodes = [(node.dram_bytes, node.ssd_bytes) for node in plan.storage_nodes]
@@ -207,7 +207,7 @@ def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Documen
 
 
 def _client_ports(deployment: Deployment, gateway: PodGateway) -> dict[str, int]:
-    """Name -> port for clients. Triton's ports are closed if API keys must not be bypassed."""
+    """Name -> port for clients, without Triton's ports if clients must not reach these."""
     ports = {}
     if gateway.opens_triton:
         ports = {HTTP: deployment.frontends.http_port, GRPC: deployment.frontends.grpc_port}
@@ -216,7 +216,7 @@ def _client_ports(deployment: Deployment, gateway: PodGateway) -> dict[str, int]
 
 def _pool(deployment: Deployment, pool: PoolSpec) -> list[Document]:
     assert pool.elastic is not None
-    plan = pool_host_plan(deployment, pool.name, "pod", "192.0.2.1")  # any name and address
+    plan = pool_host_plan(deployment, pool.name, "pod", "192.0.2.1")  # name, address: placeholders
     arguments = ["--pool", pool.name, "--host", "$(POD_NAME)", "--address", "$(POD_IP)"]
     spec = {
         "replicas": max(1, pool.elastic.least),
@@ -240,10 +240,10 @@ def _budget(deployment: Deployment, name: str) -> Document:
 def _network_policies(
     deployment: Deployment, groups: dict[str, list[HostPlan]], gateway: PodGateway
 ) -> list[Document]:
-    """Rules: pods of the deployment reach each other, clients frontends, monitors metrics."""
+    """Pods of the deployment may call each other, clients the frontends, monitors the metrics."""
     ours = labels(deployment)
     from_monitors = {
-        # Prometheus' namespace has this label; kubelet's probes need no rule.
+        # The operator gives Prometheus' namespace this label. Probes of the kubelet need no rule.
         "from": [{"namespaceSelector": {"matchLabels": {"mooncake/monitors": "true"}}}],
         "ports": [{"protocol": "TCP", "port": deployment.frontends.metrics_port}],
     }
@@ -265,11 +265,11 @@ def _policy(deployment: Deployment, name: str, pods: dict[str, str], rule: Docum
 
 
 def secrets(deployment: Deployment, folder: Path) -> str:
-    """The manifest of the Secrets with the keys in `folder`, one for each group of pods.
+    """The manifest of the Secrets with the keys in `folder`, one for each StatefulSet or pool.
 
-    A pod mounts only the Secret of its group, so a compromised storage node has no key of a
-    directory. The pods of an elastic pool share the keys of a host with the pool's name. Raises
-    ClusterFileInvalid if a host has no keys.
+    A pod mounts only the Secret of its group, so a compromised pod has no keys of other groups. The
+    pods of an elastic pool share the keys that `folder` has for the pool's name. Raises
+    ClusterFileInvalid if a host or pool has no keys.
     """
     groups: dict[str, dict[str, Path]] = {}
     for host in deployment.hosts:
@@ -293,7 +293,7 @@ def secrets(deployment: Deployment, folder: Path) -> str:
 
 
 def api_keys_secret(deployment: Deployment, raw: bytes) -> str:
-    """The manifest of the API keys, apart because it is applied after each edit of the file."""
+    """The manifest of the API keys' Secret; the operator applies it again after an edit of keys."""
     return _secret(deployment, API_KEYS, {API_KEYS_FILE: raw})
 
 
@@ -316,12 +316,12 @@ def _files(folder: Path, prefix: str) -> Iterator[tuple[str, Path]]:
 
 
 def monitoring_component(deployment: Deployment) -> dict[str, str]:
-    """Name -> text of each file of a component for clusters with Prometheus.
+    """Name -> text of each file of the Kustomize component for monitoring and autoscaling.
 
     The component needs Prometheus Operator (ServiceMonitor) and an adapter that serves Prometheus
-    metrics as Kubernetes metrics. A pool scales by the larger demand of two metrics. The first is
-    the conductor's number of live requests, which grows before any worker is late. The second is
-    the number of requests that wait at the pool's workers.
+    metrics as Kubernetes metrics. The size of a pool is the larger one that two metrics demand.
+    The first is the conductor's number of live requests, which grows before requests wait. The
+    second is the number of requests that wait at the pool's workers.
     """
     elastic = deployment.elastic_pools
     files = {"service-monitor.yaml": documents_text(_monitor(deployment))}
@@ -345,7 +345,7 @@ def monitoring_component(deployment: Deployment) -> dict[str, str]:
 
 
 def _monitor(deployment: Deployment) -> list[Document]:
-    """A Service with all pods, whose metrics pages Prometheus reads."""
+    """A Service of all pods, and a ServiceMonitor for Prometheus to read their metrics pages."""
     name = "metrics"
     chosen = selector(deployment, name)
     service = {

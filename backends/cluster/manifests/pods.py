@@ -1,8 +1,8 @@
 """The pod template: one host of a deployment in a container.
 
 The folder of the cluster file is writable inside the pod, because models are rendered there. The
-file itself comes from a ConfigMap, and state is a volume. The host's keys are copied from a Secret,
-because a mounted Secret is readable by a group and keys must not be.
+file itself comes from a ConfigMap, and the state folder is a volume. An init container copies the
+host's keys from a Secret, because a mounted Secret is readable by a group and keys must not be.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import yaml
 from backends.cluster.deployment import Deployment
 from backends.cluster.host_plan import HostPlan, gpus_of
 
-IMAGE = "mooncake"  # an overlay names the real one (`images:`)
+IMAGE = "mooncake"  # a Kustomize overlay replaces this name by the real image (`images:`)
 FOLDER = "/var/lib/mooncake"  # folder of the cluster file in every container
 STATE_FOLDER = ".mooncake"  # in FOLDER: the volume with the state of a host
 HTTP, GRPC, METRICS, OPENAI = "http", "grpc", "metrics", "openai"  # names of ports
 GPU = "nvidia.com/gpu"  # resource name of NVIDIA's device plugin
 USER = 1_000  # user id of the image
-BASE_MEMORY_BYTES = 2 << 30  # a host that serves the demo needs 1 GiB; engines need their KV
+BASE_MEMORY_BYTES = 2 << 30  # memory without /dev/shm; a host that serves the demo uses 1 GiB
 SHM_EXTRA_BYTES = 1 << 30  # for Tritons in /dev/shm, in addition to the memory segments
-STOP_S = 60  # limit of the stop after a drain
-DRAIN_S_MAX = 240  # limit of the drain before a storage node stops
+STOP_S = 60  # limit of the stop after a drain, in s
+DRAIN_S_MAX = 240  # limit of the drain before a storage node stops, in s
 
-# The Secret of the API keys is mounted as a folder, so that an edit reaches the pod after a minute
-# or two. A file that is mounted alone (subPath) never changes.
+# The Secret of the API keys is mounted as a folder, so that an edit reaches a running pod after a
+# minute or two. A file that is mounted alone (subPath) never changes in a running pod.
 API_KEYS, API_KEYS_FOLDER, API_KEYS_FILE = "api-keys", "/etc/mooncake", "api-keys.json"
 
 Document = dict[str, Any]
@@ -36,15 +36,15 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class PodGateway:
-    """OpenAI's interface of pods with a frontend."""
+    """The gateway (OpenAI's interface) of pods with a frontend."""
 
     openai_port: int = 0  # 0: no gateway
     has_api_keys: bool = False
-    serves_keyless: bool = True  # `keyless` of the API keys: serve requests past the gateway
+    serves_keyless: bool = True  # Triton's own ports serve requests without an API key (`keyless`)
 
     @property
     def opens_triton(self) -> bool:
-        """True if clients may reach Triton's ports, which check no API keys."""
+        """True if clients may call Triton's own ports. False if this would bypass the API keys."""
         return not (self.has_api_keys and self.serves_keyless)
 
     @property
@@ -61,7 +61,7 @@ NO_GATEWAY = PodGateway()
 
 
 def documents_text(documents: list[Document]) -> str:
-    """The text of one file of a base or component."""
+    """The text of one YAML file."""
     head = (
         "# Rendered by `mooncake cluster render kubernetes`; change cluster.yaml or an overlay.\n"
     )
@@ -86,7 +86,7 @@ def resource(
 
 
 def metrics_port(deployment: Deployment) -> list[Document]:
-    """The ports of a headless service: the metrics port alone."""
+    """The ports of a headless Service: only the metrics port."""
     port = deployment.frontends.metrics_port
     return [{"name": METRICS, "port": port, "targetPort": METRICS}]
 
@@ -98,7 +98,7 @@ def pod(
     arguments: list[str],
     gateway: PodGateway = NO_GATEWAY,
 ) -> Document:
-    """The template of a pod. `arguments` of `mooncake serve` select the host or pool."""
+    """The template of a pod. `arguments` select the host or pool for `mooncake serve`."""
     chosen = selector(deployment, name)
     shm_bytes = plan.shm_bytes + SHM_EXTRA_BYTES
     volumes: list[Document] = [
@@ -136,7 +136,7 @@ def pod(
         ]
         spec["initContainers"] = [_keys_copier()]
     if gateway.has_api_keys:
-        secret = {"secretName": API_KEYS, "defaultMode": 0o440}  # the pod's user is not root
+        secret = {"secretName": API_KEYS, "defaultMode": 0o440}  # the pod reads it by its fsGroup
         volumes.append({"name": API_KEYS, "secret": secret})
     return {"metadata": {"labels": chosen}, "spec": spec}
 
@@ -168,7 +168,8 @@ def _container(
         "env": _environment(),
         "ports": _ports(deployment, plan, gateway),
         # /ready returns 200 once every model of the host serves. A launcher restarts its own child
-        # processes, so Kubernetes restarts only a launcher that does not answer /live.
+        # processes. Kubernetes restarts a container only if it is not ready 10 minutes after its
+        # start, or if its launcher does not answer /live for a minute.
         "startupProbe": _probe("/ready", period_s=5, failures=120),
         "readinessProbe": _probe("/ready", period_s=5, failures=2),
         "livenessProbe": _probe("/live", period_s=10, failures=6),
@@ -177,7 +178,7 @@ def _container(
         "volumeMounts": mounts,
     }
     if plan.storage_nodes:
-        # The drain copies blocks to other hosts, so that a rolling update loses no block.
+        # The drain copies blocks to other hosts before a rolling update stops this one.
         drain = f'exec mooncake cluster drain "$POD_NAME" --cluster {FOLDER}/{file} --deadline-s '
         command = ["sh", "-c", drain + str(DRAIN_S_MAX - 10)]
         container["lifecycle"] = {"preStop": {"exec": {"command": command}}}
@@ -185,8 +186,8 @@ def _container(
 
 
 def _resources(plan: HostPlan) -> Document:
-    """The resources of a pod, whose memory includes /dev/shm. An overlay adds the memory of a
-    `segment_path` outside /dev/shm, and what engines on GPUs use in /dev/shm for staging."""
+    """The resources of a pod. The memory includes /dev/shm, but neither a `segment_path` elsewhere
+    nor the staging memory of engines on GPUs. A Kustomize overlay adds these."""
     threads = sum(int(worker.parameters.get("threads", 1)) for worker in plan.workers)
     limits = {"memory": str(BASE_MEMORY_BYTES + plan.shm_bytes + SHM_EXTRA_BYTES)}
     used = gpus_of({worker.model: worker.parameters for worker in plan.workers}).values()
@@ -222,8 +223,8 @@ def _probe(path: str, period_s: int, failures: int) -> Document:
 
 
 def _keys_copier() -> Document:
-    """The container that copies the pod's keys from the Secret. Names of a pod's files begin with
-    the pod's name. The shared files of a pool have no such prefix."""
+    """The init container that copies a pod's keys from the Secret. A pod of a StatefulSet copies
+    the files whose names begin with its own name. A pod of a pool copies all files."""
     script = (
         'cd /secret; for file in *; do case "$file" in "$POD_NAME".*) '
         'install -m 600 "$file" "/keys/${file#"$POD_NAME".}";; '

@@ -1,9 +1,9 @@
 """The systemd unit of a host.
 
-`mooncake serve` restarts its own child processes, so systemd restarts only the launcher. A stop
-signals only the launcher (KillMode=mixed), which ends its processes in order; storage nodes
-deregister. The unit does not drain the host, because a reboot should not wait for it. The operator
-drains with `mooncake cluster drain`.
+`mooncake serve` restarts its own child processes, so systemd restarts only the launcher. At a stop,
+systemd sends SIGTERM only to the launcher (KillMode=mixed), which ends its processes in order. The
+unit does not drain the host, because a reboot should not wait for a drain. The operator drains a
+host with `mooncake cluster drain`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 from backends.cluster.deployment import Deployment
 from backends.cluster.host_plan import HostPlan
 
-STOP_S_MAX = 30
+STOP_S_MAX = 30  # seconds from SIGTERM until systemd kills all processes
 THREADS_MAX = 16_384
 FILES_MAX = 65_536
 
 
 def unit_name(deployment: Deployment, host: str) -> str:
-    """The name of a host's unit. Further hosts of a machine have units of their own."""
+    """The name of a host's unit. All but the first host of a machine have their own name in it."""
     further = f"-{host}" if deployment.port_step(host) else ""
     return f"mooncake-{deployment.name}{further}.service"
 
