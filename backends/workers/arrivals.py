@@ -1,9 +1,9 @@
 """Early hand-overs: pages that a decode worker reserves before the request itself arrives.
 
-An arrival is expected from the first announced layer until its request is submitted. Arrivals whose
-request never comes (client disconnected, prefill failed) expire. Stopped and finished requests are
-remembered for `ttl_s`, so that late messages reserve nothing for them. Not thread-safe: the decode
-worker's lock guards it.
+An arrival is expected from the first announced layer until its request is submitted. If the request
+never comes (client disconnected, prefill failed), the arrival expires after `ttl_s`. Stopped and
+finished requests are remembered for `ttl_s`, so that late messages reserve no pages for them. Not
+thread-safe: the decode worker's lock guards it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from backends.workers.protocol import BlockRef
 
 @dataclass(slots=True)
 class Arrival:
-    """The KV of one request that is read into pages of this engine."""
+    """The pages of one request, and which of its KV has been read into them."""
 
     request_id: str
-    pages: list[int]
+    pages: list[int]  # pages[i] is for block i; empty until the request is admitted
     layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers in its page
-    identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)  # block -> its slot
-    is_loading: bool = False  # the loader writes into the pages
-    since_s: float | None = None  # time of the first announcement; None: submitted without one
+    # Block -> (node, slot, generation) from which its layers were read.
+    identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)
+    is_loading: bool = False  # the loader is reading an announced layer into the pages
+    since_s: float | None = None  # time of the first LayersReady; None: submitted before any
     read_bytes: dict[str, int] = field(default_factory=dict)  # transport -> bytes
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
-        """These layers are in the page. Layers from another slot of the block count no more."""
+        """Record that layers were read. If the block has moved, its older layers do not count."""
         slot = (ref.node_id, ref.slot, ref.generation)
         if self.identity.get(ref.index, slot) != slot:
             self.layers_of[ref.index] = set()
@@ -44,12 +45,12 @@ class Arrival:
 
 
 class Arrivals:
-    REFUSED_MAX = 10_000  # remembered requests; beyond, the oldest is forgotten
+    REFUSED_MAX = 10_000  # remembered requests; above it the oldest is forgotten
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._arrivals: dict[str, Arrival] = {}
-        self._refused: dict[str, float] = {}  # request -> when it was stopped, in this order
+        self._refused: dict[str, float] = {}  # request -> time of `refuse`, oldest first
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -61,15 +62,15 @@ class Arrivals:
         self._arrivals[request_id] = Arrival(request_id, [], since_s=now_s)
 
     def give_pages(self, request_id: str, pages: list[int]) -> None:
-        """Set the pages of an expected arrival, or of a submitted request without one."""
+        """Set the pages of an arrival. Creates the arrival if its request was never announced."""
         self._arrivals.setdefault(request_id, Arrival(request_id, [])).pages = pages
 
     def pop(self, request_id: str) -> Arrival | None:
-        """Remove the arrival, mostly to hand it over to its submitted request."""
+        """Remove and return the arrival. None: there is none."""
         return self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:
-        """The request was stopped or has ended. `reap` will return its pages, if it is expected."""
+        """Record that the request was stopped or has ended. If expected, `reap` removes it."""
         self._refused.pop(request_id, None)
         self._refused[request_id] = now_s
         if len(self._refused) > self.REFUSED_MAX:
@@ -79,8 +80,8 @@ class Arrivals:
         return request_id in self._refused
 
     def reap(self, now_s: float, submitted: Collection[str]) -> list[tuple[str, list[int]]]:
-        """Remove expected arrivals that expired or were refused. Returns each (request, pages)."""
-        while self._refused:  # the oldest first
+        """Remove expired or refused arrivals without a submitted request: (request, pages)."""
+        while self._refused:
             oldest = next(iter(self._refused))
             if now_s - self._refused[oldest] <= self._ttl_s:
                 break

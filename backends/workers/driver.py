@@ -26,7 +26,7 @@ from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX
 
 W = TypeVar("W")  # the worker
 J = TypeVar("J")  # the worker's jobs
-Samples = Sequence[tuple[int, int, float]]
+Samples = Sequence[tuple[int, int, float]]  # see Driver.measure
 
 
 class Driver(ABC, Generic[W, J]):
@@ -43,10 +43,10 @@ class Driver(ABC, Generic[W, J]):
 
     @abstractmethod
     def measure(self, budget_s: float) -> Samples:
-        """Measure the engine's speed for the machine profile. Before `begin`, on an idle engine.
+        """Measure the seconds of steps, on an idle engine, before `begin`.
 
-        Returns (new tokens, tokens before them, seconds) for prefill, and (requests, their tokens,
-        seconds of a step) for decode.
+        Prefill: (new tokens, tokens before them, seconds). Decode: (sequences, context tokens of
+        all sequences, seconds).
         """
 
     def begin(self, worker: W) -> None:
@@ -58,42 +58,43 @@ class Driver(ABC, Generic[W, J]):
         return KvLoader(store, pages, self.engine.kv_pool, deadline_s)
 
     def check(self, job: J) -> None:
-        """Raises ServingError for a job that this engine cannot serve. From any thread."""
+        """Raise a ServingError if this engine cannot serve the job. From any thread."""
 
     def has_room(self) -> bool:
-        """Whether another prompt should be admitted, if there are pages. With the lock held."""
+        """False: admit no further prompt now, even if there are pages. With the lock held."""
         return True
 
     @abstractmethod
     def start(self, job: J) -> None:
-        """Compute a job whose loaded KV is in its pages. In the thread of a loader or guide.
+        """Begin to compute a job whose cached KV is in its pages. In a loader's or grammar thread.
 
-        The worker's `join_batch` returns whether the job is still there. Any error fails the job.
+        The driver calls the worker's `join_batch`, which returns False if the job is leaving or has
+        left. An exception fails the job.
         """
 
     @abstractmethod
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         """The next step, which the engine's thread runs without the lock; None: wait.
 
-        Called at every turn of that thread, with the lock held. A driver whose engine runs by
-        itself supervises the engine here.
+        Called at every turn of the engine loop (worker.py), with the lock held. A driver whose
+        engine batches by itself supervises the engine here.
         """
 
     def abort(self, job: J) -> None:
-        """No further tokens of this job are needed. With the lock held. It may be called before the
-        job's start and after its end."""
+        """Stop computing this job. With the lock held. May be called before the job's start, and
+        after its end."""
 
     @abstractmethod
     def free(self, job: J, pages: list[int], then: Callable[[], None] = lambda: None) -> None:
         """Release the pages of a job that has left, and call `then`.
 
-        Wait until the engine uses neither the pages nor the leased blocks. Called in the writer's
-        thread, after the writer's last task for the job.
+        The driver does both when the engine uses neither the pages nor the leased blocks. Called in
+        the writer's thread, after the writer's last task for the job.
         """
 
     @property
     def is_drained(self) -> bool:
-        """No work is left for jobs that have left. With the lock held."""
+        """True if the driver has no work left for jobs that have left. With the lock held."""
         return True
 
     def series(self) -> Iterable[tuple[str, dict[str, str], float]]:
@@ -104,7 +105,7 @@ class Driver(ABC, Generic[W, J]):
 
     @property
     def is_available(self) -> bool:
-        """The worker can accept jobs. With the lock held."""
+        """True if the engine can compute jobs. With the lock held."""
         return True
 
     @property
@@ -129,16 +130,16 @@ class Driver(ABC, Generic[W, J]):
 
 
 class DecodeDriver(Driver[W, J]):
-    can_preempt: bool = False  # True: between two steps, a job's only state in the engine is pages
+    can_preempt: bool = False  # True: between two steps, the engine's only state of a job is pages
 
     def has_read(self, job: J) -> bool:
-        """The handed-over KV is in the job's pages; the engine does not read the store's copy."""
+        """True if the handed-over KV is in the job's pages, so its leases may be released."""
         return True
 
     @abstractmethod
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
         """Number of leading blocks that must be handed over for `kv_tokens` tokens.
 
-        `handed_over`: blocks that were handed over. An engine that computes a prompt again needs
-        none.
+        `handed_over`: number of blocks that were. An engine that can compute the prompt again also
+        accepts 0.
         """

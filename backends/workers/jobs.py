@@ -54,12 +54,12 @@ class Job(Generic[R, C]):
 
     request: R
     client: C
-    submitted_s: float
-    is_loading: bool = False  # a loader writes into its pages
-    is_stopped: bool = False
-    # Grammar matcher after all output tokens so far; created when the KV is loaded.
+    submitted_s: float  # arrival at this worker (monotonic)
+    is_loading: bool = False  # a loader thread or a grammar thread has the job: it must not leave
+    is_stopped: bool = False  # the frontend wants no more of it
+    # Grammar matcher after all output tokens so far; created when the KV is loaded. None: not yet.
     guide: Guide | None = None
-    error: Exception | None = None  # the error that the request fails with
+    error: Exception | None = None  # the error with which the request fails
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,11 +67,11 @@ class Job(Generic[R, C]):
 
     @property
     def is_leaving(self) -> bool:
-        """The request was stopped or has failed: no more work for it."""
+        """True if the request was stopped or has failed, so that no more work is done for it."""
         return self.is_stopped or self.error is not None
 
     def given_output_ids(self) -> list[int]:
-        """The output tokens that an earlier worker decoded."""
+        """The output tokens that the request already had when it arrived."""
         raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
@@ -80,26 +80,26 @@ class Job(Generic[R, C]):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PrefillJob(Job[PrefillRequest, PrefillClient]):
-    token_ids: np.ndarray
-    put: BlockPut
-    queue_ahead: int = 0  # prompts before it in the order at its arrival
-    cached_tokens: int = 0  # leading tokens whose KV is loaded; 0 <= cached_tokens < prompt tokens
-    fetched_blocks: int = 0
+    token_ids: np.ndarray  # int32; the prompt, and the output tokens of a resumed request
+    put: BlockPut  # the KV blocks to store
+    queue_ahead: int = 0  # prompts before this one in queue order at its arrival
+    cached_tokens: int = 0  # leading tokens whose KV is loaded; 0 <= it < len(token_ids)
+    fetched_blocks: int = 0  # blocks that came from other nodes
     fetched_from: dict[str, int] = field(default_factory=dict)  # node -> bytes
-    load_s: float = 0.0
+    load_s: float = 0.0  # sum over the loads of the cached prefix
     loading_from_s: float | None = None  # start of the latest load (monotonic)
     computing_from_s: float | None = None  # start of the first chunk (monotonic)
     compute_s: float = 0.0
     computed_at_s: float = 0.0  # end of the last chunk (monotonic)
     computed_tokens: int = 0  # tokens computed so far, without the cached ones
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its token, if requested
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the sampled token, if wanted
     layers: LayeredJob | None = None  # state of layer-wise prefill; None: chunked prefill
-    native: bytes = b""  # the engine's own hand-over data for the decode engine
-    hands_over_blocks: bool = True  # False: decode computes the prompt again
+    native: bytes = b""  # hand-over data of an engine that moves KV by itself
+    hands_over_blocks: bool = True  # False: the decode engine computes the prompt again
 
     @property
     def is_leaving(self) -> bool:
-        """True also if writing its KV has failed."""
+        """As in `Job`; also True if a write of the KV to the store has failed."""
         return self.is_stopped or self.error is not None or self.put.error is not None
 
     def given_output_ids(self) -> list[int]:
@@ -111,16 +111,16 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
 
     @property
     def queue_s(self) -> float:
-        """The time of a computed prompt that was neither loading nor computing.
+        """Time from the arrival to the last chunk without the loads and steps of this prompt.
 
-        It includes waiting for a loader, for another prompt's blocks, and for the engine.
+        The prompt waited for pages, a loader, another prompt's blocks, or the engine.
         """
         waited_s = self.computed_at_s - self.submitted_s - self.load_s - self.compute_s
         return max(0.0, waited_s)
 
     def first_token(self, token_id: int) -> FirstToken | None:
-        """The message with the first token before the reply; None without a reply inbox, or if the
-        token could end the output (always with stop words)."""
+        """The message with the first token. None if the request has no reply inbox, or if the
+        token may end the output. With stop words every token may end it."""
         sampling = self.request.sampling
         output_tokens = len(self.token_ids) - self.request.prompt_tokens + 1
         is_last = output_tokens >= sampling.max_tokens or token_id in sampling.end_ids
@@ -152,7 +152,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
         return -1.0 if at_s is None else at_s - self.submitted_s
 
     def observe(self, reply: PrefillReply, block_tokens: int, observations: Observations) -> None:
-        """Record the durations and the sources of the prompt's KV in the metrics."""
+        """Count the prompt's tokens by the source of their KV, and the durations, in metrics."""
         fetched = min(self.fetched_blocks * block_tokens, self.cached_tokens)
         for path, tokens in (
             ("computed", len(self.token_ids) - self.cached_tokens),
@@ -172,11 +172,11 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
 class LayeredJob:
     """Additional state of a layer-wise prefill."""
 
-    prefix: LayeredPrefix | None = None  # blocks to load; None: not traced yet
+    prefix: LayeredPrefix | None = None  # the cached blocks to load; None: not located yet
     computing: LayerPassing | None = None  # the engine's state, from the first chunk on
-    load_left_s: float = 0.0  # remaining time limit of all its loads
-    computed_parts: int = 0  # sum of tokens x layers, including abandoned attempts
-    attempts: int = 0  # traces of the prefix
+    load_left_s: float = 0.0  # time left for all further loads of this attempt
+    computed_parts: int = 0  # computed (token, layer) pairs, including abandoned attempts
+    attempts: int = 0  # number of attempts begun
     is_broken: bool = False  # a layer of the prefix is missing: the prompt starts again
 
 
@@ -194,23 +194,23 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         super().__init__(request=request, client=client, submitted_s=time.monotonic())
         self._incarnation = incarnation
         self.token_ids: list[int] = ids.tolist()
-        self.tokens_given = len(self.token_ids)  # prompt and earlier output tokens
+        self.tokens_given = len(self.token_ids)  # prompt and output tokens at the arrival
         self.prompt_ids = self.token_ids[: request.prompt_tokens]
         self.output_ids = self.token_ids[request.prompt_tokens :]
-        self.arrival: Arrival | None = None
-        self.queue_s = 0.0
+        self.arrival: Arrival | None = None  # its pages and their contents; None: no pages
+        self.queue_s = 0.0  # this and the next two values are for DecodeReply
         self.load_s = 0.0
         self.loaded_early_blocks = 0
-        self.finish_reason = ""
+        self.finish_reason = ""  # "": it has not finished
         self._block_tokens = block_tokens
         self._seed = chain_seed(fingerprint, cache_salt=request.cache_salt)
         self._keys = block_keys(ids[:-1], block_tokens, self._seed)
         self.keys_given = tuple(self._keys)  # block keys of the full handed-over blocks
         self._kv_tokens = len(self.token_ids) - 1  # tokens with KV; the newest token has none
-        self.filled: list[int] = []  # full blocks that must still be written to the store
-        self.saved_blocks = 0  # leading blocks that are complete in pages
+        self.filled: list[int] = []  # blocks filled by decoding and not yet written to the store
+        self.saved_blocks = 0  # number of leading blocks whose KV is complete in the pages
         self._put: BlockPut | None = None
-        self.saved: list[BlockRef] | None = None  # KV in the store of a preempted request
+        self.saved: list[BlockRef] | None = None  # all KV, in the store, if it was preempted
         before = self.token_ids[-1 - CONTEXT_TOKENS : -1]
         sampling = request.sampling
         decided = len(self.output_ids) - 1
@@ -221,14 +221,14 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
             sampling.end_ids,
             max(sampling.min_tokens - decided, 0),
         )
-        # The frontend has already emitted this output delta, by the same pure function.
+        # The frontend has already sent the text of this token, made by the same function.
         self._text.push([self.token_ids[-1]], logprobs=request.first_logprobs)
         self._unread_ids: list[int] = []  # decoded tokens not yet pushed into the text
         self._pending: list[OutputDelta] = []  # output deltas of the next message
-        self._pending_tokens = 0  # their tokens
+        self._pending_tokens = 0  # number of tokens in `_pending`
         self._tokens_before = 0  # tokens in earlier messages
-        self.update_sent_s = 0.0  # time of the latest message (monotonic)
-        # Logprobs of tokens that are sampled and not yet `decoded`, if requested.
+        self.update_sent_s = 0.0  # time of the latest message with tokens (monotonic)
+        # Logprobs, if requested, of sampled tokens that are not yet pushed into the text.
         self.drawn_logprobs: list[TokenLogprobs] = []
 
     def given_output_ids(self) -> list[int]:
@@ -241,7 +241,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
 
     @property
     def put(self) -> BlockPut:
-        """The writes of blocks that this request fills."""
+        """The state of the writes of blocks that this request fills."""
         if self._put is None:
             self._put = self._new_put()
         return self._put
@@ -258,29 +258,29 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
 
     @property
     def blocks(self) -> list[BlockRef]:
-        """The request's KV in the store, to be read when it gets pages."""
+        """Locations of the request's KV in the store, to be read when the request gets pages."""
         return self.request.blocks if self.saved is None else self.saved
 
     def give_up_pages(self) -> BlockPut:
-        """Preempt: returns the blocks to write to the store before the pages are released."""
+        """Return the blocks to write to the store before the pages of this job are released."""
         put = self._new_put()
         self.arrival, self._put = None, None
         return put
 
     def end_put(self) -> None:
-        """Write no more blocks of this request, because its pages are released."""
+        """Write no more blocks of this request, because its pages will be released."""
         if self._put is not None:
             self._put.is_ended = True
 
     def take_saved(self) -> list[int]:
-        """Full blocks of this request that can be written to the store now."""
+        """Remove from `filled` the blocks that can be written to the store now. Returns them."""
         saved = [block for block in self.filled if block < self.saved_blocks]
         if saved:
             self.filled = [block for block in self.filled if block >= self.saved_blocks]
         return saved
 
     def decoded(self, token_id: int) -> None:
-        """Append a sampled token, after the KV of the token before it. Sets `finish_reason`."""
+        """Append a sampled token; the previous token now has KV. May set `finish_reason`."""
         self._kv_tokens += 1
         if self._kv_tokens % self._block_tokens == 0:
             self.filled.append(self._kv_tokens // self._block_tokens - 1)
@@ -291,7 +291,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.output_ids.append(token_id)
         sampling = self.request.sampling
         self._unread_ids.append(token_id)
-        if sampling.stop_words:  # they are searched in the text; otherwise text waits for a message
+        if sampling.stop_words:  # search the text now; else it is made for the next message
             self._read_text()
         if self._text.is_stopped:
             self.finish_reason = "stop_word"
@@ -314,13 +314,13 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
 
     @property
     def has_update(self) -> bool:
-        """`stream_interval` tokens or more are unsent. Never with interval 0."""
+        """True if `stream_interval` or more tokens are unsent; always False with interval 0."""
         tokens = self._pending_tokens + len(self._unread_ids)
         return 0 < self.request.stream_interval <= tokens
 
     @property
     def waits_for_more(self) -> bool:
-        """Whether tokens may wait: the frontend limits its messages, and the first was sent."""
+        """True if tokens may be delayed: the frontend limits messages, and got a first token."""
         return self.request.messages_per_s_max > 0 and self._tokens_before > 0
 
     def take_update(self) -> TokenUpdate:

@@ -1,8 +1,8 @@
 """Reads KV from the store into engine pages and verifies it against checksums.
 
-Missing blocks are returned, not raised. A prefill worker loads the cached prefix. A decode worker
-loads the handed-over KV: layers when they are announced, the remaining blocks when the request
-arrives.
+A missing block is part of a method's result, never an exception. A prefill worker loads the cached
+prefix. A decode worker loads the handed-over KV: layers when they are announced, the remaining
+blocks when the request arrives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KvLoader:
         self._deadline_s = deadline_s
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """Read block i of `copies`, or the layers of it that pages hold, into pages[i].
+        """Read block i of `copies` into pages[i]; in a pipeline stage only the stage's layers.
 
         Returns the number of leading blocks that arrived.
         """
@@ -56,14 +56,14 @@ class KvLoader:
         layer: int,
         deadline_s: float,
     ) -> bool:
-        """Read one layer of all these blocks into their ring buffers. True if all arrived."""
+        """Read one layer of blocks 0, 1, ... into their ring buffers. True if all arrived."""
         offsets = [rings.page_offset_bytes(block, layer) for block in range(len(copies))]
         only = range(layer, layer + 1)
         return all(self._store.read(copies, self._pool, offsets, deadline_s, only, digests))
 
     @contextlib.contextmanager
     def _counting(self, arrival: Arrival) -> Iterator[None]:
-        """Attribute the bytes read inside to `arrival`. A decode worker has only one loader."""
+        """Count the bytes that are read inside in `arrival`. Correct only with a single loader."""
         before = {name: counted.read_bytes for name, counted in self._store.counters().items()}
         yield
         for name, counted in self._store.counters().items():
@@ -71,7 +71,7 @@ class KvLoader:
                 arrival.read_bytes[name] = arrival.read_bytes.get(name, 0) + moved
 
     def load_announced(self, arrival: Arrival, message: LayersReady) -> None:
-        """Read an announced layer or whole blocks. `load_rest` reads what does not arrive here."""
+        """Read what `message` announces. `load_rest` reads blocks that do not arrive here."""
         late = self.pending_pages()
         refs = [
             ref
@@ -103,11 +103,11 @@ class KvLoader:
         return Copy(ref.node_id, ref.slot, ref.generation, ref.checksum, size_bytes)
 
     def load_rest(self, arrival: Arrival, refs: Sequence[BlockRef]) -> list[int]:
-        """Read all blocks that have not arrived. Returns the indices of missing blocks.
+        """Read all blocks that are not in their pages. Returns the indices of missing blocks.
 
-        A block counts as missing if an earlier read may still write its page: after verification,
-        the late read could overwrite it with another block. Then only such blocks are returned, and
-        nothing is read.
+        A block counts as missing if an earlier read may still write its page, because that read
+        could overwrite verified KV. If there are such blocks, only they are returned, and no block
+        is read.
         """
         late = self.pending_pages()
         gone = [ref.index for ref in refs if arrival.pages[ref.index] in late]
@@ -120,12 +120,12 @@ class KvLoader:
         return [ref.index for ref, is_here in zip(wanted, arrived, strict=True) if not is_here]
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Discard what is recorded about the blocks in these released pages; here nothing is."""
+        """Called when pages are released, for loaders that keep records of pages. Does nothing."""
 
     def refuse_late(self, pages: Sequence[int]) -> None:
-        """Raises StoreLost if a read past its deadline may still write into these pages.
+        """Raise StoreLost if a read past its deadline may still write into these pages.
 
-        Such a read could overwrite what is computed there.
+        Such a read could overwrite KV that is computed in the pages.
         """
         if late := self.pending_pages().intersection(pages):
             raise StoreLost(f"a read past its deadline may still write {len(late)} of the pages")
@@ -147,7 +147,7 @@ class PageGuard:
 
     A transfer past its deadline may still write into its pages later (NIXL cannot revoke access).
     Such pages wait here until the store reports the end of the transfer. Not thread-safe: the
-    worker's lock guards it, like the batching that takes pages from the same pool.
+    worker's lock guards this object and the page pool.
     """
 
     def __init__(
@@ -156,8 +156,8 @@ class PageGuard:
         pending_pages: Callable[[], set[int]],
         forget: Callable[[Sequence[int]], None] = lambda pages: None,
     ) -> None:
-        """`pending_pages` returns the pages that unresolved transfers may still write. `forget`
-        receives pages when they are released."""
+        """`pending_pages` returns the pages that transfers past their deadline may still write.
+        `forget` is called with released pages."""
         self._pool = pool
         self._forget = forget
         self._pending_pages = pending_pages
@@ -165,7 +165,8 @@ class PageGuard:
         self._leaving: set[int] = set()  # pages of ended requests, before `release`
 
     def leave(self, pages: Sequence[int]) -> None:
-        """The pages' request has ended. `release` follows after the last work on the pages."""
+        """Record that the pages' request has ended. The caller calls `release` later, after the
+        last access to the pages."""
         self._leaving.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:
@@ -175,7 +176,7 @@ class PageGuard:
         self.settle()
 
     def settle(self) -> None:
-        """Return pages without pending transfers to the pool. The worker calls it every turn."""
+        """Return released pages without pending transfers to the pool. Call it regularly."""
         if self._waiting:
             pending = self._pending_pages()
             self._pool.release([page for page in self._waiting if page not in pending])
@@ -188,7 +189,7 @@ class PageGuard:
 
     @property
     def held_pages(self) -> int:
-        """Used pages without those of ended requests, which will soon be free."""
+        """Used pages, not counting those of ended requests, which will soon be free."""
         return self.used_pages - len(self._leaving)
 
     def check(self) -> None:

@@ -2,14 +2,13 @@
 
 The engine thread reports that a layer of some blocks is in the pages. The writer's thread copies
 the layer into slots of the local store node, notifies the decode worker, and commits each block
-when all its layers are written. A block that the index cannot hold (the partial last block, or one
-that another request is writing) is stored as an ephemeral object of the request.
+when all its layers are written. Some blocks cannot be in the directory's index: the partial last
+block, a block that another request is writing, a block beyond the tenant's quota. Such a block is
+an *ephemeral object*: only its exact key finds it, and it is freed with its last lease.
 
-If pages hold only part of the layers, the workers of a pipeline group write each block together.
-One worker allocates the slots and sends them to the others, and each worker writes its own layers.
-The worker that receives the digests of all layers commits the block.
-
-Not here: the other direction (kv_loader.py), which blocks are missing (prefill_worker.py).
+In a pipeline group, pages have only some of the layers, so its workers write each block together.
+One worker allocates the slots and sends them to the others. Each worker writes its own layers and
+returns a digest (checksum) per layer. The first worker commits the block when it has all digests.
 """
 
 from __future__ import annotations
@@ -49,28 +48,28 @@ class BlockPut:
     kv_tokens: int  # tokens whose KV the request has
     pages: Sequence[int]  # pages[i] holds block i
     keys: Sequence[bytes]  # block keys of the full blocks
-    first_block: int  # blocks before it were in the store from the start
-    decode_inbox: str = ""  # inbox of the decode worker; empty: none is notified
+    first_block: int  # first block to compute; the blocks before it were cached
+    decode_inbox: str = ""  # inbox of the decode worker for LayersReady; "": send none
     reserve_tokens: int = 0  # tokens for which the decode worker reserves pages
     tenant: str = ""  # tenant whose quota the indexed blocks count against
     slots: dict[int, Slot] = field(default_factory=dict)  # block -> its allocated slot
     slot_keys: dict[int, bytes] = field(default_factory=dict)  # block -> block key in its slot
-    refs: dict[int, BlockRef] = field(default_factory=dict)  # committed or cached blocks
+    refs: dict[int, BlockRef] = field(default_factory=dict)  # committed and cached blocks
     digests: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> layer -> digest
-    is_owner: bool = True  # True: this worker releases the leases; False: another pipeline stage
+    is_owner: bool = True  # True: this worker releases the leases; False: pipeline stage 0 does
     error: Exception | None = None  # first error; nothing is written after it
-    rings: LayerRings | None = None  # layer ring buffers that the request has instead of pages
+    rings: LayerRings | None = None  # layer ring buffers of a layer-wise request, used as pages
     in_place: set[int] = field(default_factory=set)  # blocks that the engine writes into slots
-    is_ended: bool = False  # the pages are, or will soon be, released: nothing more is written
+    is_ended: bool = False  # the request fails or leaves: nothing more is written
 
     def unstored_blocks(self) -> list[int]:
-        """The blocks of a layer-wise request that are not in the local node."""
+        """The blocks of a layer-wise request that the local node does not have yet."""
         assert self.rings is not None, f"{self.request_id} has whole pages"
         return [block for block in range(len(self.rings.numbers)) if block not in self.refs]
 
 
 class KvWriter:
-    """Writes the blocks of one engine into the store, in its own thread, in order."""
+    """Writes the blocks of one engine into the store, in its own thread, one task at a time."""
 
     def __init__(
         self,
@@ -100,11 +99,11 @@ class KvWriter:
         self._thread.join(timeout=5.0)
 
     def layer_done(self, put: BlockPut, blocks: Sequence[int], layer: int) -> None:
-        """Queue the copy of `layer` of `blocks`, which is in the pages, and return at once."""
+        """Queue the copy of `layer` of `blocks` from the pages."""
         self._queue(put, lambda: self._copy_layer(put, blocks, layer))
 
     def blocks_done(self, put: BlockPut, blocks: Sequence[int]) -> None:
-        """Queue the commit of `blocks`; the digests of all their layers are known by then."""
+        """Queue the commit of `blocks`. Earlier tasks must provide the digests of all layers."""
         self._queue(put, lambda: self._commit(put, blocks))
 
     def allocate(self, put: BlockPut, blocks: Sequence[int]) -> None:
@@ -114,7 +113,7 @@ class KvWriter:
     def allocate_now(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
         """Allocate as many slots as the store has, in the caller's thread. Raises StoreError.
 
-        Only before anything of `put` is written.
+        Call it before the first task for `put`, because it changes `put` itself.
         """
         with contextlib.suppress(Overloaded):
             self._ensure_slots(put, blocks, may_use_objects)
@@ -129,7 +128,7 @@ class KvWriter:
         self._queue(put, add)
 
     def begin_again(self, put: BlockPut) -> None:
-        """Queue the release of all slots written so far: the request will be computed again."""
+        """Queue the release of all slots of `put`, because the request is computed again."""
         self._queue(put, lambda: self._give_up(put))
 
     def _give_up(self, put: BlockPut) -> None:
@@ -141,17 +140,17 @@ class KvWriter:
     def free_unfilled(self, put: BlockPut) -> None:
         """Free the slots of blocks that will never be committed. In the writer's thread.
 
-        The slots are free at once if no transfer into them can be pending. Otherwise the directory
-        quarantines them, as it does after a writer's failure.
+        If a transfer into the slots may be pending, nothing is done here: the directory quarantines
+        the slots when their lease ends.
         """
         unfilled = [slot for block, slot in put.slots.items() if block not in put.refs]
         is_alone = put.is_owner and self._pages.is_whole
         if unfilled and is_alone and not put.in_place and put.error is None:
-            with contextlib.suppress(StoreError):  # then the slots are quarantined
+            with contextlib.suppress(StoreError):  # the slots are quarantined instead
                 self._store.abandon(unfilled, put.request_id)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run `action` in the writer's thread after all earlier tasks. Its errors are logged."""
+        """Queue `action`, to run in the writer's thread. Its errors are logged."""
         self._tasks.put(action)
 
     def put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool = False) -> None:
@@ -172,7 +171,7 @@ class KvWriter:
     def _do(self, task: Callable[[], None]) -> None:
         try:
             task()
-        except Exception:  # Catch all: the writer must outlive any one request
+        except Exception:  # Catch all: a failed task must not end the writer's thread
             log.exception("a write to the store failed")
 
     def _guard(self, put: BlockPut, action: Callable[[], None]) -> None:
@@ -188,7 +187,7 @@ class KvWriter:
                 put.error = error
         except StoreError as error:
             put.error = WorkerUnavailable(f"store: {error}")
-        except Exception as error:  # Catch all: an unknown part is written
+        except Exception as error:  # Catch all: only this request fails
             of_request = {"request_id": put.request_id}
             log.exception("a write of %s failed", put.request_id, extra=of_request)
             put.error = WorkerUnavailable(f"the request's KV was not written: {error!r}")
@@ -307,14 +306,14 @@ class KvWriter:
             del put.digests[block]
 
     def _digests_of(self, put: BlockPut, block: int) -> list[int]:
-        """The digests of all layers of a block, written by this worker or by others."""
+        """The digests of all layers of a block. Raises StoreError if one is missing."""
         known, layers = put.digests.get(block, {}), range(self._pages.block.layers)
         if missing := [layer for layer in layers if layer not in known]:
             raise StoreError(f"no worker reported layers {missing} of block {block} as written")
         return [known[layer] for layer in layers]
 
     def announce_cached(self, put: BlockPut) -> None:
-        """Notify the decode worker of the blocks that were in the store from the start."""
+        """Send the decode worker the locations of the cached blocks. In the writer's thread."""
         refs = [put.refs[block] for block in sorted(put.refs)]
         if put.decode_inbox and refs:
             self._notify(put, -1, refs, [])

@@ -1,8 +1,8 @@
 """Parts of a worker that outlive a change of its role: fingerprint, store, directory, outbox.
 
-A worker with a new role gets a new incarnation (worker_process.py). Parts that are slow to create
-or belong to the engine's memory stay: the model, the page pool, the store client with the pool
-registered for transfers, and the measured rates from the store nodes.
+After a change of its role, a worker has a new incarnation (worker_process.py). It keeps its engine,
+and the parts here that are slow to create or belong to the engine's memory. The store client has
+the page pool registered for transfers, and knows the rates of reads from the store nodes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
 
-MEASURE_S_MAX = 4.0  # time limit for store nodes that do not answer
+MEASURE_S_MAX = 4.0  # longest wait for store nodes that do not answer a rate measurement
 
 
 class LastingParts:
@@ -51,11 +51,11 @@ class LastingParts:
         self.store.register_buffer(engine.kv_pool)
         self.outbox = open_outbox()
         self.started_at_s = time.time()
-        self.has_joined = False  # the cluster, in any role
+        self.has_joined = False  # True after the first registration, in any role
         self._paths: tuple[dict[str, float], dict[str, float]] | None = None
 
     def paths(self) -> tuple[dict[str, float], dict[str, float]]:
-        """({node: bytes per second}, {node: seconds of a small read}); measured once."""
+        """({node: bytes per second}, {node: seconds of a small read}). The first call measures."""
         if self._paths is None:
             rates = self.store.measure_rates(MEASURE_S_MAX)
             self._paths = rates, self.store.latencies_s()  # from the same measurement
@@ -68,7 +68,7 @@ class LastingParts:
 
 
 def _context_tokens_max(config: WorkerConfig, allowed: int, folder: Path) -> int:
-    """Most tokens of prompt and output. Raises ConfigError if the checkpoint allows too few."""
+    """Most tokens of prompt and output. Raises ConfigError if the setting is above `allowed`."""
     wanted = config.context_tokens_max
     if wanted > allowed:
         raise ConfigError(

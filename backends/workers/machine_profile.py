@@ -1,9 +1,9 @@
 """Machine profile: the engine's speed on this machine, measured once and saved on disk.
 
-The conductor predicts in seconds. So each worker registers coefficients fitted to a short
-measurement of its own engine (`Driver.measure`), with its own number of threads. The first worker
-of a role measures under a file lock, so workers that start together do not disturb the measurement.
-The others read the file. Delete the file to measure again.
+The conductor predicts the seconds of prefill and decode steps. So each worker registers
+coefficients, fitted to a short measurement of its engine (`Driver.measure`) with its number of
+threads. The first worker of a role measures under a file lock, so that workers that start together
+do not disturb the measurement. The other workers read the file. Delete the file to measure again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from backends.workers.driver import Driver
 from conductor.estimates import estimates
 
 log = logging.getLogger(__name__)
-VERSION = 1  # raise it when the points or the formulas change
-BUDGET_S = 4.0
+VERSION = 1  # increment it when the measured points or the fitted formulas change
+BUDGET_S = 4.0  # time limit of a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class MachineProfile:
 def load_or_measure(
     driver: Driver[Any, Any], role: str, threads: int, state_dir: Path
 ) -> MachineProfile:
-    """The profile of (machine, model, role, threads), from disk if it was measured before."""
+    """The profile of (hardware, model, layers, role, threads), from disk if it was measured."""
     engine, hardware = driver.engine, driver.hardware or cpu_model()
     folder = state_dir / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def load_or_measure(
 
 
 def measure(driver: Driver[Any, Any], role: str) -> MachineProfile:
-    """Measure a few seconds of this role's work and fit the coefficients."""
+    """Measure this role's steps for up to BUDGET_S and fit the coefficients."""
     measured = driver.measure(BUDGET_S)
     if role == "prefill":
         prefill = estimates.fit_prefill([estimates.PrefillSample(*each) for each in measured])

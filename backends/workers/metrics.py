@@ -1,4 +1,4 @@
-"""A worker's metrics on Triton's metrics port: the source of each number.
+"""Copies a worker's numbers into its metrics, which Triton's metrics port serves.
 
 `MetricsLoop` calls these functions a few times a second.
 
@@ -13,7 +13,7 @@ from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.records.membership import WorkerReport
 
-# Counters that continue when a worker changes its role, because the store client stays.
+# Counters of the store client. They do not restart when a worker changes its role.
 LASTING = (
     "mooncake_transfers_total",
     "mooncake_transfer_bytes_total",

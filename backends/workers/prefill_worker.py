@@ -359,7 +359,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def answer_early(self, job: PrefillJob, token_id: int) -> None:
         """Reply after the writer's queued tasks, but keep the job until `over`.
 
-        For engines that hand KV over by themselves: writing to the store goes on after the reply.
+        For engines that hand KV over by themselves. Writing to the store continues after the reply.
         """
         self.writer.then(lambda: job.client.prefilled(token_id, self._reply(job)))
 

@@ -1,13 +1,13 @@
 """Finds the cached prefix of a prompt, fetches it to the local node, and loads it into pages.
 
-The conductor decides how much may be fetched from other nodes, and from which (Algorithm 1). Each
-block is fetched from the named node, else from the conductor's second choice, else from any node
-that has a copy. If a node fails to send a block, the next one is asked. A block that is gone by
-then is a cache miss: the prefix becomes shorter, and the request does not fail.
+The conductor decides how many blocks may be fetched from other nodes, and from which node
+(Algorithm 1 of the Mooncake paper). Each block is fetched from the named node, else from the
+conductor's second choice, else from any node that has a copy. A block that no node sends is a cache
+miss: the prefix becomes shorter, and the request does not fail.
 
-For layer-wise prefill the prefix is only traced here. Its blocks are loaded from their nodes into
-the layer ring buffers, one layer at a time (prefill_worker.py). `SingleFlight` prevents two prompts
-of one worker from fetching or computing the same block.
+For layer-wise prefill the blocks are only located here (`trace`). They are loaded into the layer
+ring buffers, one layer at a time (prefill_worker.py). `SingleFlight` prevents two prompts of one
+worker from fetching or computing the same block.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import SSD_SUFFIX
 
-ROUNDS_MAX = 3  # the named node, the second choice, any other node
+ROUNDS_MAX = 3  # rounds of a fetch: the named node, the second choice, any other node
 
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
     """The remote fetch that the conductor allows."""
 
-    blocks: int = 0  # blocks beyond the locally cached ones
+    blocks: int = 0  # largest number of blocks after the locally cached ones
     nodes: tuple[str, ...] = ()  # preferred nodes, the best first
 
 
@@ -38,7 +38,7 @@ class FoundPrefix:
     """Copies of a prompt's leading blocks in the directory, leased to the request."""
 
     copies: list[tuple[Copy, ...]]  # copies of each block, up to the first block without a copy
-    local: list[Copy]  # copies in the local node's memory, up to the first block without one
+    local: list[Copy]  # each block's copy in the local node's memory, up to the first without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class LoadedPrefix:
     """The leading blocks that are in the pages."""
 
     copies: list[Copy]  # one copy of each block, on the local node
-    fetched_blocks: int  # blocks fetched for this request; may exceed len(copies)
+    fetched_blocks: int  # fetched for this request; may exceed len(copies) if a read failed
     fetched_from: dict[str, int]  # node -> fetched bytes
 
 
 @dataclass(frozen=True, slots=True)
 class LayeredPrefix(LoadedPrefix):
-    """The leading blocks that can be read layer by layer from their nodes, with any node's copy."""
+    """The leading blocks that can be read layer by layer. `copies` may be on any node."""
 
     digests: list[tuple[int, ...]]  # digests of each block's layers
 
@@ -67,7 +67,7 @@ class LayeredPrefix(LoadedPrefix):
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoading:
-    """Its methods raise StoreError if the directory does not answer."""
+    """Public methods raise StoreError if the directory does not answer. `owner`: the request."""
 
     store: WorkerStore
     load_copies: Callable[[Sequence[Copy], Sequence[int]], int]  # as KvLoader.load_copies
@@ -90,8 +90,8 @@ class PrefixLoading:
     ) -> LoadedPrefix:
         """Fetch the allowed blocks to the local node, then read all local blocks into `pages`.
 
-        Blocks on the local node's SSD are always restored, which mostly is faster than computing.
-        The conductor's allowance is for other nodes, and counts from the first block after these.
+        Leading blocks on the local node's SSD are always restored, because that is mostly faster
+        than computing. `allowed.blocks` counts the blocks after them.
         """
         before = len(found.local)
         found, from_node = self._fetch(keys, found, allowed, owner)
@@ -106,17 +106,17 @@ class PrefixLoading:
         owner: str,
         from_remote: bool,
     ) -> LayeredPrefix:
-        """The blocks to load layer by layer, without loading them.
+        """Locate the blocks to load layer by layer, without loading them.
 
-        `from_remote`: blocks in the memory of other nodes may be read from there. Otherwise, and if
-        a block is on an SSD, they are first fetched into local memory.
+        `from_remote`: blocks in the memory of other nodes may be read from there. If it is False,
+        or a block is on an SSD, all missing blocks are first fetched into local memory.
         """
         wanted = self._wanted(found, self._blocks_here(found) + allowed.blocks, allowed.nodes, ())
         is_on_ssd = any(copy.node_id.endswith(SSD_SUFFIX) for copy in wanted)
         if wanted and from_remote and not is_on_ssd:
             copies = [*found.local, *wanted]
             digests = self._known_digests(copies)
-            if len(digests) == len(copies):  # else a node does not answer: fetch from another one
+            if len(digests) == len(copies):  # otherwise a node did not answer: fetch below
                 from_node = Counter[str]()
                 for copy in wanted:
                     if copy.node_id != self.node_id:  # a local block may follow a remote one
@@ -149,7 +149,7 @@ class PrefixLoading:
             asked.update(wanted)
             span = slice(start, start + len(wanted))
             if turn + 1 < ROUNDS_MAX and self._has_others(found.copies[span]):
-                left_s /= 2  # if this node hangs, there is time for another one
+                left_s /= 2  # leave time for another node, if this one hangs
             got = self.store.fetch(keys[span], wanted, owner, self.lease_s, left_s)
             from_node.update(got.bytes_from)
             if got.blocks:
@@ -163,8 +163,8 @@ class PrefixLoading:
     ) -> list[Copy]:
         """The copies to fetch, for consecutive blocks after the locally cached ones.
 
-        From block `limit` on only copies in the local node's memory or on its SSD count. Copies in
-        `asked`, which an earlier round did not bring, are left out.
+        From block `limit` on, only copies in the local node's memory or on its SSD are considered.
+        Copies in `asked` are omitted, because an earlier round failed to fetch them.
         """
         offers, start = [], len(found.local)
         for number, copies in enumerate(found.copies[start:], start):
@@ -193,10 +193,11 @@ class PrefixLoading:
 class SingleFlight:
     """Single-flight deduplication of missing blocks: one prompt of the worker produces each block.
 
-    Without it, a burst of prompts with one new prefix would all compute or fetch that prefix. The
-    first prompt leads: it computes or fetches the blocks that it lacks. A prompt whose next missing
-    block belongs to a leader is blocked until that block is in the store, and then looks again. A
-    blocked prompt leads no block, so there is no cyclic wait. Pure; the worker's lock guards it.
+    Otherwise all prompts of a burst with one new prefix would compute or fetch that prefix. The
+    first prompt *leads* the blocks that it lacks: it computes or fetches them. A prompt whose next
+    missing block has another leader waits until the block is in the store, and then looks its
+    prefix up again. Waiting prompts lead no block, so there is no cyclic wait. Pure; the worker's
+    lock guards it.
     """
 
     def __init__(self) -> None:
@@ -207,10 +208,10 @@ class SingleFlight:
         return len(self._owner_of)
 
     def lead(self, missing: Sequence[bytes], owner: str) -> bool:
-        """Lead the `missing` block keys of `owner`, in order. False: wait for another owner."""
+        """Make `owner` the leader of its `missing` blocks. False if the first one has a leader."""
         if missing and self._owner_of.get(missing[0], owner) != owner:
             return False
-        # A later block may have another leader. Then both produce it: wasteful, but correct.
+        # A later block may have another leader. Then both prompts produce it, which is harmless.
         for key in missing:
             if key not in self._owner_of:
                 self._owner_of[key] = owner
@@ -221,8 +222,8 @@ class SingleFlight:
         return self._owner_of.get(key)
 
     def settle(self, keys: Sequence[bytes] | None, owner: str) -> None:
-        """These blocks, or with None all blocks of `owner`, are in the store, or `owner` will not
-        produce them."""
+        """End the lead of `owner` on these blocks (None: all its blocks): they are in the store, or
+        `owner` will not produce them."""
         led = self._keys_of.get(owner, set())
         for key in list(led) if keys is None else keys:
             if key in led:

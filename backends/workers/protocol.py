@@ -7,8 +7,8 @@ are a tensor, all other fields one MessagePack string. `CallLimits` validates th
 serve the same model name, so a name would not identify the receiver. Messages stop a request,
 announce handed-over layers, stream tokens (token_streams.py), and report which requests are alive.
 Others carry the steps of a pipeline group: prefill workers that each compute some of the layers. A
-lost message is harmless: an announcement only saves time, a stop is sent again, a gap in the tokens
-is detected, and a pipeline group starts a new epoch (pipeline/group.py). An inbox drops messages
+lost message is harmless. An announcement only saves time, a stop is sent again, and a gap in the
+tokens is detected. A pipeline group starts a new epoch (pipeline/group.py). An inbox drops messages
 without the secret that the processes of one launch or deployment share (launch_secret.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
@@ -408,7 +408,7 @@ def open_outbox() -> WorkerOutbox:
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What a worker accepts in a call.
+    """Limits on the calls that a worker accepts.
 
     The frontend has validated the request already. The worker validates again, because a value that
     the engine cannot handle would fail all requests of a batch.

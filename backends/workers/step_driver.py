@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from backends.engine.torch.torch_engine import TorchEngine
 
 log = logging.getLogger(__name__)
-# Points of the calibration: (new tokens, context tokens before them), and (sequences, context
-# tokens of each).
+# Points at which the speed is measured. PREFILL_POINTS: (new tokens, context tokens before them).
+# DECODE_POINTS: (sequences, context tokens of each).
 PREFILL_POINTS = ((16, 0), (64, 0), (256, 0), (512, 0), (64, 1024), (256, 1024), (512, 2048))
 DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))
 # If a step completes more block bytes than this, each layer is copied during the step. Otherwise
@@ -66,9 +66,9 @@ def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
 def take_step(
     worker: JobWorker[J], jobs: Sequence[J], predicted_s: float, step: Callable[[], None]
 ) -> None:
-    """Run one step under the hang watchdog.
+    """Run one step, watched by `StepWatch`: a hung step ends the process.
 
-    An exception fails the step's jobs. A hung step ends the process.
+    An exception fails the jobs of the step.
     """
     watch = worker.process.watch
     watch.began(time.monotonic(), predicted_s)
@@ -197,7 +197,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     def _prepare(
         self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]
     ) -> tuple[list[Work], list[range], Callable[[int], None]]:
-        """(batch, blocks that each sequence fills, callback that queues each layer's copy)."""
+        """(batch, blocks that each chunk completes, callback that queues a layer's copy)."""
         batch = [
             Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
             for c, job in zip(chunks, jobs, strict=True)
@@ -242,7 +242,7 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         return blocks_touched(kv_tokens, self.engine.layout.block_tokens)
 
     def start(self, job: DecodeJob) -> None:
-        # A step ends with its KV in the pages, so every full block may be written.
+        # After a step its KV is in the pages, so every full block may be written.
         job.saved_blocks = sys.maxsize
         with self._worker.lock:
             self._worker.join_batch(job)
@@ -270,7 +270,7 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
     def _drawn(
         self, jobs: Sequence[DecodeJob], logits: np.ndarray
     ) -> list[tuple[DecodeJob, Sequence[int]]]:
-        """The next token of each job that has not failed. logits [jobs, vocabulary]."""
+        """Sample each job's next token from logits [jobs, vocabulary]. Omits jobs that fail."""
         asked = [(job.request.sampling, len(job.output_ids), job.guide) for job in jobs]
         if (largest := largest_rows(logits, asked)) is not None:
             return [(job, (token_id,)) for job, token_id in zip(jobs, largest, strict=True)]

@@ -1,7 +1,7 @@
 """Common part of prefill and decode workers: jobs, the lock that guards them, the engine loop.
 
-Each turn of the engine's thread drops leaving jobs, admits waiting ones, and lets the driver
-compute a step. Jobs join and leave between two steps only, so a step never loses its pages.
+Each turn of the engine loop drops leaving jobs, admits waiting jobs, and lets the driver compute a
+step. Jobs join and leave between two steps only, so a step never loses its pages.
 
 Not here: inputs and results of a job (prefill_worker.py, decode_worker.py), the engine (driver.py),
 the cluster (worker_process.py).
@@ -34,8 +34,8 @@ from mooncake_store.layout import PageLayout
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
-IDLE_WAIT_S = 0.1
-GUIDES_AT_ONCE = 4
+IDLE_WAIT_S = 0.1  # longest wait of an idle engine's thread for a job
+GUIDES_AT_ONCE = 4  # threads that compile grammars
 
 
 J = TypeVar("J", bound=Job[Any, Any])
@@ -64,7 +64,7 @@ class JobWorker(ABC, Generic[J]):
         self.jobs: dict[str, J] = {}
         self.is_closing = False
         self.is_draining = False  # an operator drains this host: new jobs are rejected
-        self.is_changing = False  # another role follows: jobs routed before are still accepted
+        self.is_changing = False  # before another role: jobs routed here already are accepted
         self.on_take_role: Callable[[TakeRole], None] = self._keep_role
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
@@ -105,7 +105,7 @@ class JobWorker(ABC, Generic[J]):
         self._is_ready.set()
 
     def stop(self, request_id: str) -> None:
-        """Stop a request between two steps. Decode also rejects it if it arrives later."""
+        """Stop a request between two steps. A decode worker also rejects it if it comes later."""
         with self.lock:
             if request_id in self.jobs:
                 self.jobs[request_id].is_stopped = True
@@ -129,7 +129,7 @@ class JobWorker(ABC, Generic[J]):
 
     @property
     def is_idle(self) -> bool:
-        """No job, no pending hand-over, and no page that a transfer could still write."""
+        """True without jobs, expected hand-overs, and pages that a transfer could still write."""
         with self.lock:
             waits = self.jobs or self.batching.waiting or self.batching.admitted
             return not waits and not self._pages.used_pages and self.driver.is_drained
@@ -158,10 +158,10 @@ class JobWorker(ABC, Generic[J]):
         for job in self._unfinished(give_up_s):
             self.fail(job, WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._thread.join(timeout=5.0)
-        for pool in (self._loading, self._guiding):  # `_loading` submits to `_guiding`
+        for pool in (self._loading, self._guiding):  # in this order: loaders submit to `_guiding`
             pool.shutdown(wait=True, cancel_futures=True)
         self.writer.close()
-        for job in list(self.jobs.values()):  # the engine's thread did not drop them
+        for job in list(self.jobs.values()):  # jobs that the engine loop did not drop in time
             self.process.owners.release(job.request_id)
             job.client.fail(WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._replied(give_up_s)
@@ -178,7 +178,8 @@ class JobWorker(ABC, Generic[J]):
     # -- called by a driver
 
     def fail(self, job: J, error: Exception) -> None:
-        """Fail a job once; it leaves at a turn when no thread uses its pages. From any thread."""
+        """Record a job's first error, from any thread. The engine loop then drops the job, as soon
+        as no thread loads into its pages."""
         with self.lock:
             if self.jobs.get(job.request_id) is job and job.error is None:
                 job.fail(error)
@@ -191,7 +192,7 @@ class JobWorker(ABC, Generic[J]):
             self.lock.notify_all()
 
     def has_left(self, job: J) -> bool:
-        """The job has already ended. With the lock held."""
+        """True if the job has been removed from `jobs`. With the lock held."""
         return self.jobs.get(job.request_id) is not job
 
     # -- accepting and loading jobs
@@ -212,9 +213,9 @@ class JobWorker(ABC, Generic[J]):
         return Tokenizer.load(self._checkpoint)
 
     def _guide(self, job: J) -> bool:
-        """Create the job's grammar matcher, advanced by its earlier output tokens.
+        """Create the job's grammar matcher, advanced by the output tokens that it already has.
 
-        So a request resumes where another worker failed. Raises InvalidRequest.
+        Returns True. Raises InvalidRequest.
         """
         sampling, output_ids = job.request.sampling, job.given_output_ids()
         job.guide = self._guides.guide(sampling.guided_json, sampling.end_ids, output_ids)
@@ -229,10 +230,10 @@ class JobWorker(ABC, Generic[J]):
         )
 
     def _load(self, job: J, load: Callable[[J], bool]) -> None:
-        """Run `load` and start the job. In a loader's thread.
+        """Run `load`, then start the job. In a loader's thread.
 
-        If `load` returns False, the role calls this again later. A grammar matcher is created after
-        `load` in another thread: compiling a schema takes up to a second and must not delay loads.
+        If `load` returns False, the role must call this again later. A grammar matcher is created
+        after `load`, in another thread, because compiling a schema may take a second.
         """
         needs_guide = bool(job.request.sampling.guided_json) and self.driver.draws_by_guide
         try:
@@ -250,7 +251,7 @@ class JobWorker(ABC, Generic[J]):
 
     def _load_error(self, job: J, problem: Exception) -> Exception:
         """The error with which a failed load fails its job. Logs unexpected problems."""
-        if isinstance(problem, StoreError):  # without the store there is no hand-over
+        if isinstance(problem, StoreError):  # the request resumes on another worker
             return WorkerUnavailable(f"store: {problem}")
         if not isinstance(problem, ServingError):
             of_request = {"request_id": job.request_id, "trace_id": job.request.trace_id}
@@ -258,7 +259,7 @@ class JobWorker(ABC, Generic[J]):
         return problem
 
     def _may_join(self, job: J) -> bool:
-        """The job is loaded. False: it has left or is leaving. With the lock held."""
+        """Record that the job is loaded. False if it is leaving or has left. With the lock held."""
         job.is_loading = False
         self.lock.notify_all()
         return not self.has_left(job) and not job.is_leaving
@@ -290,10 +291,10 @@ class JobWorker(ABC, Generic[J]):
         log.warning("%s cannot change to the role %s", self.process.worker_id, message.role)
 
     def _stopped_early(self, request_id: str) -> None:
-        """A request was stopped that this worker does not have; decode overrides it."""
+        """Handle a stop for a request that is not in `jobs`. A decode worker overrides this."""
 
     def _replied(self, give_up_s: float) -> None:
-        """Wait until pending replies are sent, or until `give_up_s`; decode overrides it."""
+        """Wait until replies are sent, or until `give_up_s`. A decode worker overrides this."""
 
     # -- the engine's thread
 
@@ -302,7 +303,7 @@ class JobWorker(ABC, Generic[J]):
             pass
 
     def _turn(self) -> bool:
-        """One turn of the engine's thread. False: it was the last one."""
+        """One turn of the engine loop. Returns False to end the loop."""
         with self.lock:
             if self.is_closing and not self.jobs and self.driver.is_drained:
                 return False
@@ -322,4 +323,4 @@ class JobWorker(ABC, Generic[J]):
 
     @abstractmethod
     def _admit(self) -> None:
-        """Allocate pages and start loads. With the lock held."""
+        """Allocate pages for waiting jobs and start their loads. With the lock held."""

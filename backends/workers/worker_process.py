@@ -43,10 +43,10 @@ from mooncake_store.process.self_check import SelfCheck, is_switched_on
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
 
 log = logging.getLogger(__name__)
-REPORT_S = 0.5
-WATCH_S = 1.0
-STEPS_S_MAX = 10.0  # time limit of the last steps before the exit, because they may hang too
-LAST_WORDS_S = 1.0  # time to send the last replies to clients
+REPORT_S = 0.5  # interval of reports to the directory
+WATCH_S = 1.0  # interval of checks for a hung engine step or report
+STEPS_S_MAX = 10.0  # time limit of the actions before an exit, because an action may hang too
+LAST_WORDS_S = 1.0  # time to send the last replies before the exit
 
 
 class WorkerProcess:
@@ -64,8 +64,8 @@ class WorkerProcess:
         check: Callable[[], None],
         parts: LastingParts | None = None,
     ) -> None:
-        """`jobs`: the worker's jobs, for heartbeats and failures. `parts`: shared parts of a worker
-        that changes its role; they are not closed here."""
+        """`jobs`: request id -> job, changed by the worker. `parts`: parts that a worker keeps when
+        it changes its role; the caller closes them. None: this process makes and closes them."""
         self.worker_id = worker_id
         self.config = config
         self.incarnation = uuid.uuid4().hex[:12]
@@ -100,7 +100,7 @@ class WorkerProcess:
         self.jobs = jobs
         self.is_lost = False
         self._heartbeat_s = float("-inf")  # time of the latest heartbeats (monotonic)
-        self._reporting = StepWatch()  # a report hangs if the lock of jobs and pages is held
+        self._reporting = StepWatch()  # a report hangs if a thread never releases the jobs' lock
         self.occupation = Occupation(time.monotonic())
         self.engine.pages.on_change = lambda used: self.occupation.changed(used, time.monotonic())
         self._make_report = make_report
@@ -112,7 +112,7 @@ class WorkerProcess:
     def _info(
         self, role: str, slots_max: int, profile: machine_profile.MachineProfile
     ) -> WorkerInfo:
-        """The worker's registration; measures bandwidth and latency to the store nodes."""
+        """The worker's registration. Measures rates and latencies of reads from the store nodes."""
         config, layout, parts = self.config, self.engine.layout, self.parts
         rates, latencies_s = parts.paths()
         return WorkerInfo(
@@ -154,14 +154,14 @@ class WorkerProcess:
         self.directory.register_worker(self.info)
         self._reporter.start()
         self._watcher.start()
-        # The launcher reads the first of these texts as "Triton is about to load the model"
-        # (backends/launcher/repository.py). A change of the role is no load.
+        # The launcher finds the second text in the log, before Triton logs that the model is loaded
+        # (backends/launcher/repository.py). The first text, after a role change, does not match.
         word = "has another role on node" if self.parts.has_joined else "serves on node"
         self.parts.has_joined = True
         log.info("%s (%s) %s %s", self.worker_id, self.incarnation, word, self.info.node_id)
 
     def leave(self) -> None:
-        """Deregister and close everything but shared parts. Stored blocks stay in the store."""
+        """Deregister and close everything except given `parts`. Blocks stay in the store."""
         self._is_closing.set()
         if self._reporter.is_alive():
             self._reporter.join(timeout=3.0)
@@ -180,9 +180,9 @@ class WorkerProcess:
             log.info("the directory is not reachable any more: %s", error)
 
     def lose(self, reason: str) -> None:
-        """The engine is lost: deregister, fail the jobs so that they resume elsewhere, and exit.
+        """Deregister, fail the jobs so that they resume on other workers, and exit the process.
 
-        Without the lock that guards the jobs, because a hung thread may hold it.
+        It does not take the lock that guards the jobs, because a hung thread may hold the lock.
         """
         if self.is_lost:
             return
@@ -238,10 +238,10 @@ class WorkerProcess:
 
 
 class LeaseKeeper:
-    """Renews the leases of the worker's requests.
+    """Renews the leases of the worker's requests. Their owner is the request id. Thread-safe.
 
-    A restarted directory has lost all leases. Then the blocks are looked up again, which leases
-    them again, before the directory evicts a block that an engine is about to read.
+    A restarted directory has lost all leases. A renewal then looks the blocks up again, which
+    leases them again. Otherwise a block could be evicted before the engine reads it.
     """
 
     def __init__(self, store: WorkerStore, lease_s: float) -> None:
@@ -249,26 +249,26 @@ class LeaseKeeper:
         self._lease_s = lease_s
         self._due_s: dict[str, float] = {}  # request -> time of the next renewal
         self._keys: dict[str, Sequence[bytes]] = {}  # request -> its block keys
-        self._renewing: set[str] = set()  # requests in renewal that were not released since
+        self._renewing: set[str] = set()  # requests being renewed; `release` removes them
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._due_s)
 
     def hold(self, owner: str, now_s: float, keys: Sequence[bytes] = ()) -> None:
-        """Renew the leases of `owner`; `keys` are the block keys of its leased blocks."""
+        """Renew the leases of `owner` from now on. `keys`: block keys of the leased blocks."""
         with self._lock:
             self._due_s[owner] = now_s + self._lease_s / 3
             self._keys[owner] = keys
 
     def drop(self, owner: str) -> None:
-        """Stop renewing. The leases stay until they are released or expire."""
+        """Stop renewing the leases of `owner`. They stay until they are released or expire."""
         with self._lock:
             self._due_s.pop(owner, None)
             self._keys.pop(owner, None)
 
     def release(self, owner: str) -> None:
-        """Release the leases; if the directory does not answer, they expire."""
+        """Release the leases of `owner`. If the directory does not answer, the leases expire."""
         self.drop(owner)
         with self._lock:
             self._renewing.discard(owner)
@@ -278,7 +278,7 @@ class LeaseKeeper:
             log.warning("leases of %s were not released and will expire: %s", owner, error)
 
     def renew_due(self, now_s: float) -> None:
-        """Renew what is due. Raises StoreError; the rest is then due again after lease_s / 3."""
+        """Renew all leases that are due. After a StoreError the next try is in lease_s / 3."""
         with self._lock:
             due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
             for owner in due:
@@ -296,14 +296,14 @@ class LeaseKeeper:
                 with self._lock:
                     is_over = owner not in self._renewing
                     self._renewing.discard(owner)
-            if is_over:  # it was released during the renewal
+            if is_over:  # released during the renewal, which may have leased the blocks again
                 self._store.release(owner)
 
 
 def end_process(*steps: Callable[[], None]) -> None:
-    """Run these `steps`, wait for the last replies, and exit the process. Returns at once.
+    """Run `steps` in a thread, wait for the last replies, and exit. Returns at once.
 
-    Triton's Python stub has no other way to report a lost engine. The launcher restarts it.
+    A model has no other way to report a lost engine to Triton. The launcher restarts the process.
     """
     is_done = threading.Event()
 
