@@ -1,8 +1,8 @@
 """The `mooncake` command, which finds the commands that packages register.
 
 A command is an entry point of the group `mooncake.commands` (pyproject.toml) that names a function
-or a typer app. So this package does not import loadtest, and other packages can add commands. Not
-here: the commands themselves.
+or a typer app. So this package need not import loadtest, which registers commands too. Other
+packages can add commands. Not here: the commands themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from backends.extras import explained
 
 GROUP = "mooncake.commands"
-# Examples at the end of each command's --help. Their order is that of the list of commands.
+# Examples at the end of each command's --help. `mooncake --help` lists the commands in this order.
 EXAMPLES = {
     "init": ("mooncake init my-models",),
     "serve": (
@@ -49,12 +49,12 @@ EXAMPLES = {
     ),
     "profile": ("mooncake profile --out profile.json",),
 }
-FIRST = tuple(EXAMPLES)  # the first commands in the list of --help
+FIRST = tuple(EXAMPLES)  # listed first by --help; other commands follow in alphabetical order
 HELP = "Serve large language models as Triton models, with a shared KVCache in between."
 
 
 class Commands(TyperGroup):
-    """Imports only the command that is run. `mooncake --help` imports all commands."""
+    """Imports only the command that runs. `mooncake --help` imports all commands."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
         found = registered()
@@ -80,7 +80,7 @@ def registered() -> dict[str, EntryPoint]:
 
 
 def command_of(entry: EntryPoint) -> TyperCommand | TyperGroup:
-    """The entry point's command; raises ImportError or AttributeError if it has moved."""
+    """The entry point's command. Raises ImportError or AttributeError if it cannot be loaded."""
     found = entry.load()
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -94,7 +94,7 @@ def command_of(entry: EntryPoint) -> TyperCommand | TyperGroup:
 
 
 def reflow(command: TyperCommand | TyperGroup) -> None:
-    """Join the lines of each help paragraph, so that the terminal's width breaks them."""
+    """Join the lines of each help paragraph, so that only the terminal's width breaks lines."""
     paragraphs = (command.help or "").split("\n\n")
     command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
     for each in getattr(command, "commands", {}).values():
@@ -102,7 +102,7 @@ def reflow(command: TyperCommand | TyperGroup) -> None:
 
 
 def unusable(name: str, reason: str) -> TyperCommand:
-    """A command that is listed with `reason`, and exits with it for any arguments, even --help."""
+    """A listed command that only prints `reason` and exits with status 1, also for --help."""
 
     def fail() -> None:
         raise SystemExit(f"`mooncake {name}` {reason}")
@@ -156,12 +156,12 @@ def restart_in_utf_8() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `mooncake ARGUMENTS` (None: the process' arguments), and exit."""
+    """Run `mooncake ARGUMENTS` and exit. None: the arguments of this process."""
     if arguments is None:
         restart_in_utf_8()
     try:
         app(None if arguments is None else list(arguments), prog_name="mooncake")
-    except ImportError as problem:  # a command imports some modules while it runs
+    except ImportError as problem:  # from a module that the command imports while it runs
         if reason := explained(problem):
             raise SystemExit(f"this command {reason}") from None
         raise

@@ -1,7 +1,8 @@
-"""Errors of requests, as exceptions in one process and as text between processes and to clients.
+"""Errors of requests: exceptions inside a process, texts between processes and to clients.
 
-Triton's interfaces have no status 429. Clients read the first word: `rejected`, `invalid_request:`,
-`forbidden:`, `unavailable:`, `kv_missing:` or `cancelled:`. These words are part of the interface.
+Triton's interfaces have no status for the kind of an error, such as HTTP's 429. Clients therefore
+read the first word of the text: `rejected`, `invalid_request:`, `forbidden:`, `unavailable:`,
+`kv_missing:` or `cancelled:`. These words are part of the interface.
 """
 
 from __future__ import annotations
@@ -12,18 +13,17 @@ from collections.abc import Sequence
 # Triton's error texts for a call that reached no model process.
 TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
 GRPC_NEVER_SENT = "failed to connect"  # gRPC's error text for a call that was not sent
-# gRPC's texts for a peer that does not answer. A peer process that exits closes or resets the
-# connection instead.
+# gRPC's error texts for a peer that does not answer. The texts are others if the peer process
+# exits, because its host then closes or resets the connection.
 LINK_CUT = ("timed out", "no route to host", "unreachable", "keepalive", "ping timeout")
 
-# Texts that mark a deadline error: TIMEOUT_PASSED for the client's timeout_ms, DEADLINE_PASSED for
-# request_s_max.
+# Parts of an error text: the client's `timeout_ms`, or the conductor's `request_s_max` has passed.
 TIMEOUT_PASSED, DEADLINE_PASSED = "its timeout of", "its deadline has passed"
 DEADLINE_WORDS = (TIMEOUT_PASSED, DEADLINE_PASSED)
 
 
 class ServingError(Exception):
-    """Base class of errors that end an attempt; the frontend retries some."""
+    """Base class of errors that end an attempt to serve a request. The frontend retries some."""
 
     prefix = "error:"
 
@@ -32,10 +32,10 @@ class ServingError(Exception):
 
 
 class Overloaded(ServingError):
-    """Rejected by the conductor, a limit of the frontend or tenant, or a full worker or storage
-    node."""
+    """The conductor, a limit of frontend or tenant, or a full worker or node rejects a request."""
 
     def __init__(self, kind: str, reason: str, retry_after_s: float) -> None:
+        """`kind`: the reason for programs, such as `ttft_slo`. `retry_after_s`: when to retry."""
         super().__init__(reason)
         self.kind = kind
         self.retry_after_s = retry_after_s
@@ -55,8 +55,8 @@ class InvalidRequest(ServingError):
 
 
 class Forbidden(ServingError):
-    """With API keys: no key, an unverified tenant claim, a tenant that was removed, or a caller
-    that is not the gateway."""
+    """With API keys configured: the request has no key, an unproven or removed tenant, or does not
+    come from the gateway."""
 
     prefix = "forbidden:"
 
@@ -68,8 +68,8 @@ class WorkerUnavailable(ServingError):
 
 
 class WorkerGone(WorkerUnavailable):
-    """The worker was absent: dead before the call, restarting, or shutting down. The loss does not
-    count against the request."""
+    """The worker was dead before the call, restarts, or shuts down. The failed attempt does not
+    count towards `attempts_max`."""
 
     prefix = "unavailable: gone:"
 
@@ -81,7 +81,7 @@ class WrongRole(WorkerGone):
 
 
 class WorkerUnreached(WorkerGone):
-    """The worker cannot be reached from this host: the connection failed, or was cut."""
+    """This host cannot reach the worker: the connection failed or was cut."""
 
 
 class WorkerRefused(WorkerUnreached):
@@ -90,14 +90,14 @@ class WorkerRefused(WorkerUnreached):
 
 
 class WorkerDistrusts(WorkerRefused):
-    """Worker and caller have different secrets. Only a restart changes a secret, so the frontend
-    does not probe this worker."""
+    """Worker and caller have different secrets of the launch. Only a restart changes a secret, so
+    the frontend does not probe the worker."""
 
     prefix = "unavailable: distrusts:"
 
 
 class StoreLost(WorkerUnavailable):
-    """The directory, or the storage node of the worker, failed."""
+    """The directory or the worker's storage node failed."""
 
     prefix = "unavailable: store:"
 
@@ -107,7 +107,7 @@ class MessagesLost(WorkerUnavailable):
 
 
 class KvMissing(ServingError):
-    """Blocks that a decode worker needs are not in the store (evicted, or their node died)."""
+    """KV blocks that a decode worker needs are not in the store: evicted, or their node died."""
 
     prefix = "kv_missing:"
 
@@ -120,7 +120,7 @@ class Cancelled(ServingError):
 
 class ConfigError(Exception):
     """A config.pbtxt is invalid; the message lists all mistakes, each with its remedy. The model
-    does not load. A model that is already loaded keeps its settings."""
+    does not load, or keeps its settings if it is loaded already."""
 
 
 # (kind, seconds, reason) in the wire message of an Overloaded.
@@ -128,7 +128,7 @@ REJECTED = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", re.D
 
 
 def from_wire(message: str, where: str) -> ServingError:
-    """The error in the wire message of another model; `where` names the model. The prefix may be
+    """The error in the wire message of a model. `where`: the model's name. The prefix may be
     anywhere in `message`, because Triton may prepend text."""
     if rejected := REJECTED.search(message):
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
@@ -150,9 +150,9 @@ def from_wire(message: str, where: str) -> ServingError:
 
 
 def from_broken_call(where: str, code: object, details: str | None) -> WorkerUnavailable:
-    """The error of a call whose connection failed. A call that was not sent, or whose peer did not
-    answer, is WorkerUnreached. If the connection was closed, the result is WorkerUnavailable: the
-    request may have crashed the worker."""
+    """The error of a call whose connection failed: WorkerUnreached if the call was not sent or the
+    peer did not answer. WorkerUnavailable if the peer closed the connection, because the request
+    may have crashed the worker."""
     text = (details or "").lower()
     is_cut = "UNAVAILABLE" in str(code) and any(words in text for words in LINK_CUT)
     is_unreached = is_cut or GRPC_NEVER_SENT in text

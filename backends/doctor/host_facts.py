@@ -1,6 +1,6 @@
-"""Facts about this host that serving depends on. Reading them starts and imports nothing large.
+"""Facts about this host that serving depends on. Reading the facts does not import torch or NIXL.
 
-Not here: findings (judgement.py), the checks of a start (backends/launcher/environment.py).
+Not here: findings (judgement.py), the checks before a start (backends/launcher/environment.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake_store.process.available_memory import memory_available_bytes
 from mooncake_store.transports.nixl_agent import has_rdma
 
 DISTRIBUTION = "mooncake-triton"
-# The packages that serving needs. Other requirements are small, or come with these.
+# The packages that `mooncake doctor` lists. Other requirements are small, or come with these.
 SHOWN = (
     "torch",
     "numpy",
@@ -37,8 +37,8 @@ SHOWN = (
     "pyzmq",
     "grpcio",
 )
-INSTEAD = "nixl-cu12"  # an alternative to nixl-cu13, so it may be missing
-TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
+INSTEAD = "nixl-cu12"  # an alternative to nixl-cu13: listed only if it is installed
+TIME_ERROR = 5  # state that adjtimex(2) returns if the clock is not synchronised
 TIMEX_BYTES = 512  # more than the size of struct timex
 TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 
@@ -47,7 +47,7 @@ TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 class PackageFacts:
     name: str
     version: str  # "": not installed
-    requirement: str  # from pyproject.toml, without its condition
+    requirement: str  # from pyproject.toml, without its marker ("; extra == ...")
     is_extra: bool = False  # True if only an extra requires it
 
 
@@ -59,25 +59,25 @@ class HostFacts:
     triton_problem: str = ""
     torch: str = ""  # version; "": not installed
     torch_cuda: str = ""  # CUDA version of the build; "": a build for CPUs
-    gpus: int = 0
+    gpus: int = 0  # number of NVIDIA GPUs
     devices: Mapping[str, str] = field(default_factory=dict)  # worker with engine torch -> device
-    shm_bytes: int = 0
+    shm_bytes: int = 0  # size of /dev/shm
     shm_free_bytes: int = 0
-    shm_needed_bytes: int = 0  # of the next start; 0 while a system runs
-    shm_huge: str = ""  # its mount option: always, within_size, advise; "": small pages
+    shm_needed_bytes: int = 0  # by the next start; 0 while a system runs
+    shm_huge: str = ""  # mount option `huge` of /dev/shm: always, within_size, advise; "": never
     numa_nodes: int = 1  # NUMA nodes with memory
     memory_free_bytes: int = 0  # available memory; 0: unknown
-    files_max: int = 0  # soft limits; sys.maxsize: none
-    locked_bytes_max: int = 0
+    files_max: int = 0  # soft limit of open files; sys.maxsize: no limit
+    locked_bytes_max: int = 0  # soft limit of locked memory; sys.maxsize: no limit
     has_rdma: bool = False
-    cores: int = 1
-    threads: int = 0  # of all workers
+    cores: int = 1  # that this process may use
+    threads: int = 0  # CPU threads of the engines of all workers
     is_clock_synchronised: bool | None = None  # None: unknown
-    native_problem: str = ""  # why native code is not compiled; "": it is
+    native_problem: str = ""  # why native code is not compiled; "": it is compiled
 
 
 def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -> HostFacts:
-    """`devices`, `threads`: of all workers in the model repository."""
+    """Read all facts. The meaning of the arguments is that of the fields of HostFacts."""
     shm = os.statvfs("/dev/shm")
     triton, problem = "", ""
     try:
@@ -111,7 +111,7 @@ def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -
 
 
 def packages() -> tuple[PackageFacts, ...]:
-    """The packages of SHOWN that our distribution requires; () if it is not installed."""
+    """The packages of SHOWN that DISTRIBUTION requires; () if DISTRIBUTION is not installed."""
     found: dict[str, PackageFacts] = {}
     with contextlib.suppress(metadata.PackageNotFoundError):
         for line in metadata.requires(DISTRIBUTION) or []:
@@ -132,7 +132,7 @@ def _version(name: str) -> str:
 
 
 def torch_build() -> tuple[str, str]:
-    """(version, CUDA version) of torch, "" for none. Does not import torch, which takes seconds."""
+    """(version, CUDA version) of torch; "" for none. Importing torch would take seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return "", ""
@@ -145,12 +145,12 @@ def torch_build() -> tuple[str, str]:
 
 
 def gpus() -> int:
-    """Devices of NVIDIA's driver in this container or on this host."""
+    """The number of NVIDIA GPUs that this host or container can use."""
     return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdecimal()])
 
 
 def shm_huge(mounts: Path = Path("/proc/mounts")) -> str:
-    """The option `huge` of the last mount at /dev/shm; "" for never or none."""
+    """The mount option `huge` of /dev/shm; "" for `never` and without the option."""
     found = ""
     with contextlib.suppress(OSError):
         for line in mounts.read_text("utf-8", "replace").splitlines():
@@ -177,6 +177,6 @@ def is_clock_synchronised() -> bool | None:
 
 
 def _soft_limit(which: int) -> int:
-    """sys.maxsize if there is no limit."""
+    """The soft limit of an RLIMIT_* resource; sys.maxsize if there is no limit."""
     soft = resource.getrlimit(which)[0]
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft

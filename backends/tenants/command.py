@@ -1,7 +1,7 @@
-"""`mooncake tenants`: make a key for a tenant, list tenants and limits, revoke a key.
+"""`mooncake tenants`: makes a key for a tenant, lists tenants and limits, revokes a key.
 
-A key is printed once, when it is made; the file has only its hash. Running servers read the changed
-file by themselves, without a restart.
+A key is printed once, when it is made. The file has only its SHA-256. Running servers read the file
+again when it changes.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def revoke(
 ) -> None:
     """Revoke a key, or a tenant with all of its keys.
 
-    A given key is never printed, because terminals and logs keep their output.
+    The command never prints the key, because terminals and logs keep their output.
     """
     with _errors_to_stderr(), sole_writer(file.parent):
         content = tenants_file.read(file)

@@ -8,10 +8,10 @@
       "keys": [{"sha256": "9f86d0...", "tenant": "acme", "note": "billing service"}]
     }
 
-A key is 256 random bits, so inverting its plain SHA-256 is as hard as guessing the key. A slow hash
-would only cost the gateway time. The file never contains a key itself.
+The file has the SHA-256 of each key, never a key. A key is 256 random bits, so inverting its
+SHA-256 is as hard as guessing the key. A slow password hash would only cost the gateway time.
 
-Not here: reading the changed file again, and looking keys up (api_keys.py).
+Not here: reading the file again when it changes, and looking keys up (api_keys.py).
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ import msgspec
 from conductor.messages import TenantLimits
 from mooncake_store.process.edited_file import replace_file
 
-DEFAULT = "default"  # the tenant of requests without a tenant; its cache salt is always empty
+DEFAULT = "default"  # tenant of requests that name no tenant; its cache salt is always empty
 KEYLESS = ("served", "refused")
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", re.ASCII)
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-SALT_BYTES_MAX = 256  # as the parameter `tenant` of a request
+SALT_BYTES_MAX = 256  # also the limit of a request's parameter `tenant`
 PRIORITY_MAX = 2**31 - 1
 LIMITS = tuple(field.name for field in fields(TenantLimits))
-LIMIT_MAX = 2**53  # largest limit up to which a float counts exactly
+LIMIT_MAX = 2**53  # a float represents every integer up to this one
 
 
 class TenantsInvalid(Exception):
-    """The file cannot be used. The message has every mistake, or the first one in its JSON."""
+    """The file cannot be used. The message lists every mistake, but only the first in its JSON."""
 
 
 class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A tenant in the file. A limit of None means no limit."""
+    """A tenant in the file. A limit is >= 1; None means no limit."""
 
-    salt: str | None = None  # None: the tenant's name. Tenants with one salt share cached KV
-    priority: int = 0
+    salt: str | None = None  # None: the tenant's name. Tenants with equal salts share cached KV
+    priority: int = 0  # below 0: rejected earlier under load; above 0: later
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # tokens of prompts and answers
     requests_in_flight_max: int | None = None
@@ -61,19 +61,19 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def key_id(self) -> str:
-        """A short id that distinguishes the keys of a file, and is useless as a key."""
+        """A short id of the key. It may be shown, because it cannot be used as a key."""
         return self.sha256[:12]
 
 
 class TenantsFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     tenants: dict[str, TenantEntry] = {}
     keys: list[KeyEntry] = []
-    # Requests without a tenant at Triton's own ports: served as the default tenant's, or refused.
+    # Requests without a tenant at Triton's own ports: "served" as those of DEFAULT, or "refused".
     keyless: str = "served"
 
 
 class ApiTenant(msgspec.Struct, frozen=True):
-    """A tenant with every default filled in."""
+    """A tenant as its requests use it: a TenantEntry with its defaults resolved."""
 
     name: str
     salt: str
@@ -98,13 +98,13 @@ def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
 
 
 def read(path: Path) -> TenantsFile:
-    """The parsed file. Raises TenantsInvalid, as `content` and `parse` do."""
+    """The parsed file. Raises TenantsInvalid for the reasons of `content` and `parse`."""
     return parse(content(path), str(path))
 
 
 def content(path: Path) -> bytes:
-    """The file's bytes. Raises TenantsInvalid if this process cannot read the file, if others have
-    any right to it, or if its group may write it."""
+    """The file's bytes. Raises TenantsInvalid if this process cannot read the file, or if the
+    permissions are too wide: any for other users, or writing for the group."""
     try:
         mode = path.stat().st_mode
         raw = path.read_bytes()
@@ -112,14 +112,14 @@ def content(path: Path) -> bytes:
         raise TenantsInvalid(
             f"{path} cannot be read ({error.strerror}); `mooncake tenants add {path} NAME` makes it"
         ) from error
-    # A group may read the file, because Kubernetes mounts secrets so for users other than root.
+    # The group may read the file: Kubernetes mounts a secret so for a user that is not root.
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
         raise TenantsInvalid(f"others may read {path}: chmod 600 {path}")
     return raw
 
 
 def parse(raw: bytes, what: str) -> TenantsFile:
-    """Raises TenantsInvalid for mistakes; `what` names the source of the text."""
+    """Raises TenantsInvalid for mistakes. `what`: name of the source, for the message."""
     try:
         found = msgspec.json.decode(raw, type=TenantsFile)
     except msgspec.MsgspecError as error:
@@ -165,8 +165,8 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
 
 
 def write(path: Path, file: TenantsFile) -> None:
-    """Replace the file atomically, never readable by others; call it within `sole_writer`. Raises
-    OSError, or TenantsInvalid for mistakes in `file`."""
+    """Replace the file atomically; other users can never read it. Call this within `sole_writer`.
+    Raises OSError, or TenantsInvalid for mistakes in `file`."""
     if problems := list(problems_of(file)):
         raise TenantsInvalid("\n".join(problems))
     raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
@@ -174,8 +174,9 @@ def write(path: Path, file: TenantsFile) -> None:
 
 
 def _keep_readers(descriptor: int, path: Path) -> None:
-    """Copy owner, group and the group's read permission from the replaced file, so that a service
-    of another user can still read it. If this user may not change the owner, only this user can."""
+    """Copy owner, group and the group's read permission from the file at `path`, so that a service
+    of another user can still read it. Where chown is forbidden, only this user can read the
+    file."""
     os.fchmod(descriptor, 0o600)
     with contextlib.suppress(FileNotFoundError, PermissionError):
         before = path.stat()
