@@ -1,10 +1,10 @@
 """SLO-based admission: whether the best pair keeps its limits, and the answer to a rejected client.
 
 A request that will miss its service level wastes its prefill, so an early rejection is cheaper
-(Mooncake, "Overload"). On the decode side a load policy predicts the load that the request will
-meet. A load policy is a pure function of the decode batch:
+(Mooncake, "Overload"). A load policy predicts the load of a decode worker at the time when the
+request would join. It is a pure function of the decode batch:
 
-    reserved    all requests that are decoding or on their way there; no request leaves
+    reserved    all requests that decode or are still in prefill, as if none ended until then
     predictive  the paper's system-level form: the load at the end of this prefill, with the
                 requests that will have joined and without those that will have left
     predictive_lengths  this project's form: the same moment, where a request leaves with the
@@ -12,29 +12,30 @@ meet. A load policy is a pure function of the decode batch:
                 decode_forecast.py)
     early       the load now; it reacts one prefill too late, so the load of the pools oscillates
     baseline    no check of decode load; overload appears only after the prefill is computed
-    none        no service level is checked; only bounded queues and batches reject
+    none        no service level is checked; only full queues and batches cause rejections
 
-Both predictive policies also count expected arrivals (decode_forecast.py). `predictive_lengths`
-wastes the least work (README.md names the measurements). `predictive` uses room that will become
-free. Its cost is that a long prefill books that room before short ones, and that two bookings of
-the same room are detected late. A new policy is a new entry in LOAD_POLICIES.
+Both predictive policies also count expected arrivals: requests that arrive later and join earlier
+(decode_forecast.py). `predictive_lengths` wastes the least work (README.md names the measurements).
+`predictive` uses room that will become free. Its cost is that a long prefill takes that room before
+short ones, and that two uses of the same room are detected late. A new policy is a new entry in
+LOAD_POLICIES.
 
 `Gate` also learns the errors of predictions and the recent demand. Its rules:
 
-    idle cluster        A request that its workers can hold is always admitted. Service levels limit
-                        load. A long prompt without a queue delays no other request, and a later
-                        retry would be no faster.
     limits              predicted TTFT x measured error <= limit, TBT <= limit, room
+    idle cluster        Without a prefill queue no TTFT limit applies, and with an empty decode
+                        batch no TBT limit. Such a request delays no other request, and a later
+                        retry would be no faster.
     fair share          Under overload, some requests that keep their limits are rejected too
                         (fair_share.py).
-    resumed request     A request that lost its workers was admitted before, so it is admitted.
+    resumed request     A request that lost its workers was admitted before. No rule rejects it.
 
 `Gate.rejection` changes no state, so `explain` shows what `on_request` would decide. `Gate.note`
 counts the decision.
 
-`retry_after_s` is the time until the same prediction would fit. Queues drain one second per second,
-and batches shrink as requests are expected to leave. The value is bounded on both sides: a distant
-prediction is a guess, and an immediate retry is more load.
+`retry_after_s` is the time until the same prediction would fit. A queue drains by one second of
+work per second, and a batch shrinks as requests are expected to leave. The value is bounded on both
+sides, because a distant prediction is a guess and an immediate retry adds load.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ SHOWN_MAX = 3  # workers named in a reason
 RETRY_NO_WORKER_S = 3.0  # seconds; the reload of a model takes two
 
 
-# (batch, end of the prefill, now, expected decode time) -> load without the request
+# (batch, end of the prefill, now, mean decode time of a request) -> load without the request
 LoadPolicy = Callable[[DecodeBatch, float, float, float], DecodeLoad]
 
 
@@ -75,8 +76,8 @@ LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "predictive_lengths": DecodeBatch.load_at,  # decode_loads() predicts all workers in one call
     "predictive": DecodeBatch.load_at,
     "early": lambda batch, *_: batch.load_now(),
-    "baseline": load_reserved,  # shown, not checked: see rejection()
-    "none": load_reserved,
+    "baseline": load_reserved,  # in predictions only; rejection() does not check it
+    "none": load_reserved,  # checked for room only
 }
 
 
@@ -106,8 +107,8 @@ def decode_loads(
 
 
 def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
-    """The rejection if no worker of this role can take the request: each is too small, or takes no
-    requests now. A resumed request waits for a large enough worker, which may be restarting."""
+    """The rejection if no worker of this role can take the request: each is too small, excluded or
+    not available. A resumed request that fitted a worker before is not rejected as too large."""
     excluded = request.excluded_workers
     all_of_role = [w for w in cluster.workers.values() if w.info.role == role and not w.is_follower]
     allowed = [w for w in all_of_role if w.key not in excluded]
@@ -131,7 +132,7 @@ def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) 
 def _too_large(
     cluster: Cluster, role: str, workers: Sequence[WorkerState], request: Request
 ) -> Reject:
-    """No worker that the request may use could ever hold it, so a retry cannot help."""
+    """The rejection of a request that exceeds all `workers` even when they are empty."""
     info = max((worker.info for worker in workers), key=cluster.tokens_max)
     node_blocks, wanted = cluster.node_blocks(info), request.prompt_tokens
     if node_blocks < min(info.pages_max, blocks_touched(wanted, info.block_tokens)):
@@ -168,7 +169,7 @@ def rejection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_
 
 @dataclass(frozen=True, slots=True)
 class RejectionCase:
-    """The facts from which the text of a rejection is built."""
+    """The facts from which the text and the retry time of a rejection are computed."""
 
     pair: Pair
     options: Options
@@ -250,7 +251,7 @@ def _fair_share(case: RejectionCase) -> tuple[str, float]:
     shed = case.shed
     assert shed is not None, "a fair_share rejection needs its Shed record"
     above = f"above the {shed.limit_s:.3f} s that are admitted"
-    if shed.work_s <= shed.limit_s:  # in the bucket that the cut divides
+    if shed.work_s <= shed.limit_s:  # in the histogram bucket that is admitted in part
         above = "at the cut, where only part of the requests is admitted"
     reason = (
         f"overload: {shed.backlog_s:.2f} s of prefill queued per worker, held at "
@@ -262,7 +263,7 @@ def _fair_share(case: RejectionCase) -> tuple[str, float]:
             f"; tenant {case.request.tenant!r} asks for {shed.wanted:.2f} and has a share of "
             f"{shed.granted:.2f} prefill seconds per second"
         )
-    # The queue drains one second per second. A tenant with twice its share waits twice as long.
+    # The queue drains by one second per second. Demand of twice the share doubles the wait.
     return reason, shed.excess_s * max(1.0, shed.wanted / max(shed.granted, 1e-9))
 
 
@@ -285,7 +286,7 @@ def _batch_wait_s(case: RejectionCase, decode: DecodeOption, tbt_limit_s: float)
     request, now_s, cluster = case.request, case.now_s, case.cluster
     config, info, load = cluster.config, decode.worker.info, decode.load
     estimate, tokens = decode.worker.decode_estimate, request.prompt_tokens
-    sequences = max(load.sequences, 1.0)  # at least one; step_s and pages are means per sequence
+    sequences = max(load.sequences, 1.0)  # divisor of the means per sequence, step_s and pages
     step_s = (
         estimate.per_sequence_s + estimate.per_context_token_s * load.context_tokens / sequences
     )
@@ -336,8 +337,8 @@ class Gate:
         self._share = FairShare(config) if sheds else None
 
     def order(self, request: Request) -> QueueOrder:
-        """The order of the prefill queue. While the tenant's requests are shed, cost and class
-        decide the admission; a queue order by cost in addition would starve long prompts."""
+        """The order of the prefill queue. While the tenant's requests are shed, admission already
+        prefers low costs. A queue order by cost in addition would starve long prompts."""
         sheds = self._share is not None and self._share.is_shedding(request.tenant)
         return self._overload_order if sheds else self._order
 
@@ -353,7 +354,7 @@ class Gate:
         self, pair: Pair, request: Request, pressure: Pressure, ttft_limit_s: float
     ) -> str:
         """The kind of rejection for this pair; "" if it is admitted. A resumed request is admitted,
-        because the work it has cost would be lost."""
+        because a rejection would lose the work already done for it."""
         if request.is_resumed:
             return ""
         kind = rejection(pair, request, self._config, ttft_limit_s)
@@ -366,7 +367,7 @@ class Gate:
         return kind
 
     def shed(self, pair: Pair, request: Request, pressure: Pressure) -> Shed | None:
-        """The figures of a fair-share rejection; None if the request is not shed."""
+        """The figures of a fair-share rejection; None if fair shares do not reject the request."""
         if self._share is None:
             return None
         return self._share.rejection(request, pair.predicted.prefill_s, pressure)

@@ -7,21 +7,22 @@ the queue well below the limit. `backlog` is the mean of the prefill seconds que
 
     capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
 
-An excess thus drains within one service level. The capacity is lower while decoding is short. At or
-below half the target all requests are admitted, unless decoding is short. `tenant_shares` divide
-the capacity among tenants max-min fairly, over all frontends. Frontends exchange the demand of each
-tenant, and divide its share in proportion to their demand. A tenant that is granted less than its
-demand loses the costliest requests of each class of prompt length. Each class has a floor:
+The backlog thus approaches the target with the time constant ttft_slo_s. While decode workers are
+full, the capacity is lower. Otherwise, at or below half the target, all requests are admitted.
 
-    admit a request of class c  if its cost is below cut[c]
-    cut[c] = the same for every class, raised where that would admit less than a floor:
-             admitted share of c >= floor x admitted share of all
+The capacity is divided among tenants max-min fairly, with the weights `tenant_shares`. Frontends
+exchange the demand of each tenant, and divide its share in proportion to the demand at each. A
+tenant that is granted less than its demand loses the costliest requests of each class of prompt
+length. A request of class c is admitted if its cost is below cut[c]. The cut is the same for every
+class, but raised where a class would fall below its floor:
+
+    admitted share of c >= length_share_min x admitted share of all classes
 
 A cut is a position in a histogram of costs with four buckets per octave: whole buckets plus a part
-of the next one. Costs are often equal, so a *credit* divides the requests inside that bucket. Each
-request adds the part to the credit, and one request is admitted when the credit reaches one. All
-sums but `recent_s` decay together (forward_decay.py), with the weight that the owner of a `Demand`
-passes in. Plans are made at most every PLAN_S, so a decision costs two sums and a comparison.
+of the next one. Costs are often equal, so a *credit* selects the admitted requests in the next
+bucket. Each request there adds the part to the credit, and is admitted if the credit reaches one.
+All sums but `recent_s` decay together (forward_decay.py), with the weight that the owner of a
+`Demand` passes in. Cuts are planned at most every PLAN_S, so a decision needs few operations.
 
 docs/reference/conductor.md ("Fair shares under overload") gives the reasons, and the roles of
 priority, of classes below their floor and of decoding. Not here: the limits themselves
@@ -69,11 +70,11 @@ class Demand:
         self.offered: Vector = np.zeros((CLASSES, BUCKETS))  # requests
         self.offered_s: Vector = np.zeros((CLASSES, BUCKETS))  # prefill seconds
         self.steady_s = 0.0  # sum of `offered_s`
-        self.recent_s = 0.0  # offered prefill seconds with a faster decay, to detect recent changes
+        self.recent_s = 0.0  # as `steady_s`, with the faster decay RECENT_FASTER
         self.offered_of = [0.0] * CLASSES  # requests by class, summed over costs
         self.admitted_of = [0.0] * CLASSES
-        self.cuts = NO_CUTS  # of the latest plan, by class, in buckets
-        self._credit = [0.0] * CLASSES  # by class, for the bucket that the cut divides; 0 .. 1
+        self.cuts = NO_CUTS  # of the latest plan, by class; 0 .. BUCKETS in buckets, or infinite
+        self._credit = [0.0] * CLASSES  # by class, for the bucket admitted in part; 0 .. 1
 
     def is_within(self, length: int, cost_s: float) -> bool:
         """Whether the cuts admit one more request of this cost."""
@@ -85,7 +86,7 @@ class Demand:
     def note(
         self, length: int, cost_s: float, work_s: float, weight: float, is_admitted: bool
     ) -> None:
-        """Count a decided request."""
+        """Count a decided request. `work_s`: its prefill time; `cost_s`: that at its priority."""
         cut, position = self.cuts[length], (length, bucket(cost_s))
         if math.isfinite(cut) and position[1] == int(cut):
             credit = self._credit[length] + cut - int(cut) - is_admitted
@@ -111,12 +112,12 @@ class Demand:
         self.admitted_of = [value / divisor for value in self.admitted_of]
 
     def split(self, granted_s: float, floor: float) -> None:
-        """Set the cuts that admit `granted_s` of the offered work, in units of the sums."""
+        """Set the cuts that admit `granted_s` of the work `steady_s`, a decayed sum as well."""
         below = _cumulated(self.offered)  # [class, cut]: requests below each cut
         below_s = _cumulated(self.offered_s)
         of_class = below[:, -1]
         share = below.sum(axis=0) / of_class.sum()
-        for _ in range(FIXED_POINT_ROUNDS):  # a floor raises the mean share, and thus itself
+        for _ in range(FIXED_POINT_ROUNDS):  # floors raise the mean share, which raises the floors
             admitted = np.maximum(below, floor * share * of_class[:, None])
             share = admitted.sum(axis=0) / of_class.sum()
         admitted = np.minimum(admitted, of_class[:, None])
@@ -157,16 +158,16 @@ def _cumulated(rows: Vector) -> Vector:
     return np.concatenate([np.zeros((CLASSES, 1)), rows.cumsum(axis=1)], axis=1)
 
 
-PLAN_S = 0.5
-RECENT_FASTER = 6.0  # demand is the larger of two rates; the recent one decays so much faster
-IDLE_SHARE = 0.5  # of the target backlog; nothing is shed below it
-CAPACITY_MIN = 0.1  # of the workers; some work is admitted however long the queue is
+PLAN_S = 0.5  # least time between two plans
+RECENT_FASTER = 6.0  # demand is the larger of two rates; the recent one decays this much faster
+IDLE_SHARE = 0.5  # share of the target backlog up to which all is admitted, if decode has room
+CAPACITY_MIN = 0.1  # share of the workers; some work is admitted even with the longest queue
 WINDOW_MIN_S = 10.0  # minimum averaging window, so that one burst is no overload
-TENANTS_MAX = 256  # beyond, the tenant with the least offered work is dropped
+TENANTS_MAX = 256  # above it, the tenant with the least offered work is dropped
 FADED_REQUESTS = 1e-3  # a tenant with a smaller decayed sum of requests is dropped
 PRIORITY_MAX = 4  # levels beyond -4 to 4 count as -4 or 4
-DECODE_BUSY = 0.9  # of its limits; below it, decoding is not the bottleneck
-# For each plan: the factor of `_decode_part` after a decode rejection, its step without one.
+DECODE_BUSY = 0.9  # load / limit; a decode worker below it is not the bottleneck
+# A plan multiplies `_decode_part` by DECODE_LESS after a decode rejection, else adds DECODE_MORE.
 DECODE_LESS, DECODE_MORE = 0.9, 0.01
 
 
@@ -174,12 +175,12 @@ NO_OTHERS: Mapping[str, float] = {}
 
 
 class Pressure(NamedTuple):
-    """The load of both pools."""
+    """The load of the prefill workers, and of the decode worker chosen for the request."""
 
     backlog_s: float  # mean seconds of prefill queued, over the workers that may take the request
     workers: int  # number of these workers
-    decode_load: float  # highest load / limit of the chosen decode worker; its TBT has the request
-    is_decoding: bool = True  # the batch of that decode worker is not empty
+    decode_load: float  # highest load / limit, of TBT with this request, of slots and of pages
+    is_decoding: bool = True  # the batch of the decode worker is not empty
     # Prefill seconds per second that tenants offered to other frontends recently, by tenant.
     elsewhere: Mapping[str, float] = NO_OTHERS
 
@@ -189,11 +190,11 @@ class Shed:
     """A request rejected for fairness, with the figures of its limit."""
 
     length: int  # class of its prompt length
-    work_s: float
-    limit_s: float  # highest cost admitted in its class at its priority, in prefill seconds
-    backlog_s: float
-    target_s: float
-    excess_s: float  # backlog above the threshold of shedding, >= 0
+    work_s: float  # predicted prefill seconds
+    limit_s: float  # upper bound of admitted `work_s` in its class at its priority
+    backlog_s: float  # as in Pressure
+    target_s: float  # target of the backlog
+    excess_s: float  # backlog above IDLE_SHARE of the target, >= 0
     wanted: float  # prefill seconds per second that its tenant offered recently
     granted: float  # the granted part of `wanted`
 
@@ -206,16 +207,16 @@ class FairShare:
         self._weights = parse_shares(config.tenant_shares)
         self.target_s = config.backlog_share * config.ttft_slo_s
         self._demands: dict[str, Demand] = {}
-        self._granted: dict[str, tuple[float, float]] = {}  # wanted, granted; seconds per second
+        self._granted: dict[str, tuple[float, float]] = {}  # (wanted, granted), as in Shed
         self._decay = ForwardDecay(config.demand_half_life_s)
         self._recent = ForwardDecay(config.demand_half_life_s / RECENT_FASTER)
         self._planned_s = -math.inf
         self._noted_s = -math.inf  # when the latest request was counted
-        self._decode_part = 1.0  # factor of the capacity, CAPACITY_MIN .. 1; < 1: decoding is short
+        self._decode_part = 1.0  # factor of the capacity, CAPACITY_MIN .. 1; 1: decode has room
         self._is_decode_short = False  # a request was rejected for decode load since the last plan
 
     def rejection(self, request: Request, work_s: float, pressure: Pressure) -> Shed | None:
-        """Why this request is shed; None: it is not. Changes no state."""
+        """The figures of this request's rejection; None: it is admitted. Changes no state."""
         demand = self._demands.get(request.tenant)
         if demand is None or demand.cuts is NO_CUTS or self._is_idle(pressure):
             return None
@@ -234,7 +235,7 @@ class FairShare:
         )
 
     def wanted_of(self, now_s: float) -> dict[str, float]:
-        """Prefill seconds per second that each tenant offered here, decayed since the last plan."""
+        """Prefill seconds per second that tenants offered here, decayed since the last plan."""
         faded = max(0.0, now_s - self._planned_s) / self._config.demand_half_life_s
         kept = math.pow(2.0, -faded)
         return {tenant: wanted * kept for tenant, (wanted, _) in self._granted.items()}
@@ -247,7 +248,7 @@ class FairShare:
     def note(
         self, request: Request, work_s: float, pressure: Pressure, now_s: float, is_admitted: bool
     ) -> None:
-        """Count a decided request, and make new plans if the last ones are old enough."""
+        """Count a decided request, and plan new cuts if the last ones are older than PLAN_S."""
         weight = self._weight(now_s)
         demand = self._demands.get(request.tenant)
         if demand is None:
@@ -288,7 +289,7 @@ class FairShare:
         return self._decay.weight(now_s)
 
     def _make_plans(self, pressure: Pressure, now_s: float) -> None:
-        """Cuts for every tenant, from the offered work and the available capacity."""
+        """Set the cuts of every tenant, by the offered work and the available capacity."""
         weight = self._weight(now_s)
         per_s = 1 / (weight * max(self._decay.window_s(now_s), WINDOW_MIN_S))
         recent_window_s = max(self._recent.window_s(now_s), WINDOW_MIN_S)
@@ -310,14 +311,14 @@ class FairShare:
             self._granted[tenant] = (wanted, wanted * part)
             if part < 1.0:
                 floor = self._config.length_share_min
-                # The steady rate has more samples, so it gives the mix of requests. The larger of
-                # both rates gives the amount.
+                # `part` is computed from the larger rate. The steady sums have more samples, so
+                # they give the mix of requests.
                 self._demands[tenant].split(self._demands[tenant].steady_s * part, floor)
             else:
                 self._demands[tenant].cuts = NO_CUTS
 
     def _capacity(self, pressure: Pressure, wanted: float) -> float:
-        """Prefill seconds that may be admitted per second. Once per plan: adapts `_decode_part`."""
+        """Prefill seconds that may be admitted per second. Adapts `_decode_part` by one plan."""
         excess = (pressure.backlog_s - self.target_s) / self._config.ttft_slo_s
         capacity = pressure.workers * max(CAPACITY_MIN, 1 - excess)
         if self._is_decode_short:
@@ -341,12 +342,12 @@ class FairShare:
 def max_min(
     wanted: Mapping[str, float], weights: Mapping[str, float], capacity: float
 ) -> dict[str, float]:
-    """Weighted max-min fair allocation. In ascending order of demand per weight, each name gets
-    what it wants, at most its weight's part of the capacity left. The default weight is 1."""
+    """Weighted max-min fair allocation. In ascending order of demand per weight, each name gets its
+    demand, but at most its weight's part of the capacity left. The default weight is 1."""
     granted = dict(wanted)
     open_ones = sorted(wanted, key=lambda name: (wanted[name] / weights.get(name, 1.0), name))
     left, weight_left = capacity, sum(weights.get(name, 1.0) for name in wanted)
-    for name in open_ones:  # smallest demand per weight first
+    for name in open_ones:
         weight = weights.get(name, 1.0)
         granted[name] = min(wanted[name], max(0.0, left) * weight / weight_left)
         left -= granted[name]

@@ -11,12 +11,12 @@ A worker takes requests if all of these conditions hold. `why_not` names the fir
   finishes its streams, and new calls reach the new incarnation.
 - It sent a report within report_s_max.
 - It is not draining.
-- This frontend has a network path to it, as far as the shell knows.
-- No call to it failed recently. A failed call marks the worker. A report that arrives more than
-  report_lag_s after the call clears the mark, and so does the time failed_mark_s.
+- This frontend has a network path to it, as far as `worker_reached` reported.
+- No call to it failed recently. A failed call marks the worker for failed_mark_s, or until a report
+  arrives more than report_lag_s after the call.
 
-Stage 0 represents a pipeline group: all its stages must be registered and meet all conditions. The
-other stages receive no requests of their own.
+In a pipeline group, prefill workers each hold a share of the layers. Its stage 0 takes requests if
+all stages are registered and meet all conditions. The other stages are never called.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from conductor.messages import Request, Route
 from mooncake_store.layout import blocks_touched, geometry
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-PATHS_PER_TICK = 64  # paths looked up per tick and role; each takes up to 0.1 ms
+PATHS_PER_TICK = 64  # transfer paths computed per tick and role; each takes up to 0.1 ms
 RESIDENCE_WEIGHT = 0.05  # weight of one finished request in the mean decode time
 
 
@@ -52,11 +52,11 @@ class InFlightRequest:
     """A routed request until it finishes."""
 
     route: Route
-    prefill: WorkerState  # stays here, with its reservations, after the worker left `Cluster`
+    prefill: WorkerState  # kept with its reservations after the worker is down, as is `decode`
     decode: WorkerState
     request: Request
     routed_at_s: float
-    answer: ExpectedAnswer | None  # only with a forecast of batches
+    answer: ExpectedAnswer | None  # None without the admission policy predictive_lengths
     number: int  # unique and increasing, in the order of routing
     joined_at_s: float | None = None  # end of its prefill; None: not ended
     is_elsewhere: bool = False  # routed by another frontend (other_frontends.py)
@@ -67,7 +67,7 @@ class InFlightRequest:
 
 
 class Cluster:
-    """Nodes, workers and in-flight requests. Every change of a reservation passes through here."""
+    """Nodes, workers and in-flight requests. Only this class changes reservations."""
 
     def __init__(self, config: ConductorConfig) -> None:
         self.config = config
@@ -75,7 +75,7 @@ class Cluster:
         self.workers: dict[WorkerKey, WorkerState] = {}
         self._newest: dict[str, WorkerKey] = {}  # by worker_id
         self.in_flight: dict[str, InFlightRequest] = {}
-        self._sends: dict[str, dict[str, float]] = {}  # node -> request -> end of its send
+        self._sends: dict[str, dict[str, float]] = {}  # node -> request -> predicted end of send
         self._routed = 0
         self._warming_up_since_s: dict[WorkerKey, float] = {}
         self._refused_at_s: dict[WorkerKey, float] = {}
@@ -90,7 +90,7 @@ class Cluster:
             )
         self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
         self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
-        self.is_beside_decode = np.zeros(0, bool)  # prefill workers on a decode worker's node
+        self.is_beside_decode = np.zeros(0, bool)  # mask: prefill workers on a decode worker's node
         self._is_stale = True  # members changed since the pools were built
         self._looked_s = -math.inf  # last refresh of the columns that decay with time
         self.largest_seen: dict[str, int] = {}  # role -> highest tokens_max so far
@@ -102,7 +102,7 @@ class Cluster:
         self._is_stale = True
 
     def node_down(self, node_id: str, incarnation: str) -> bool:
-        """False if the node is unknown, or has another incarnation by now."""
+        """Remove the node. False if it is unknown, or has another incarnation by now."""
         known = self.nodes.get(node_id)
         if known is None or known.incarnation != incarnation:
             return False
@@ -152,7 +152,7 @@ class Cluster:
             pool.measured(worker, now_s)
 
     def excuse(self, seconds: float, now_s: float) -> None:
-        """Extend report deadlines: no report could arrive for `seconds`, from any worker."""
+        """Extend the report deadlines of all workers by `seconds`, in which none could report."""
         for worker in self.workers.values():
             worker.reported_at_s = min(now_s, worker.reported_at_s + seconds)
             self._pools[worker.info.role].reported(worker.leader)
@@ -164,22 +164,22 @@ class Cluster:
             self._pools[worker.info.role].reported(worker.leader)
 
     def worker_reached(self, key: WorkerKey, is_reached: bool) -> None:
-        """Record whether this frontend has a network path to the worker. Reports cannot show it,
-        because they come through the directory."""
+        """Record whether this frontend has a network path to the worker. Reports do not use this
+        path, because the directory forwards them."""
         worker = self.workers.get(key)
         if worker is not None:
             worker.is_unreached = not is_reached
             self._pools[worker.info.role].reported(worker.leader)
 
     def worker_refused(self, key: WorkerKey, now_s: float) -> None:
-        """The worker was too full for a request on its arrival (arrival_check.py)."""
+        """Mark the worker as full, because it refused an arriving request (arrival_check.py)."""
         if key in self.workers:
             self._refused_at_s[key] = now_s
 
     def overloaded(self, now_s: float) -> list[WorkerState]:
-        """Decode workers that refused a request on arrival, and count as full. The mark ends with a
-        report over report_lag_s later or after overload_mark_s. Workers with an empty batch are
-        left out."""
+        """Decode workers that count as full, because they refused an arriving request. The mark
+        ends after overload_mark_s, or with a report over report_lag_s later. Marked workers whose
+        batch is empty by now are not included."""
         if not self._refused_at_s:
             return []
         expired_s = now_s - self.config.overload_mark_s
@@ -192,7 +192,7 @@ class Cluster:
         return [worker for worker in marked if worker.batch.load_reserved().sequences > 0]
 
     def warming_up(self, role: str, now_s: float) -> list[tuple[WorkerState, float]]:
-        """Workers of this role in warm-up, with the remaining part of it (1 to 0)."""
+        """Workers of this role in warm-up, each with the remaining part of its warm-up (1 to 0)."""
         if not self._warming_up_since_s:
             return []
         slow_s = self.config.slow_start_s
@@ -239,7 +239,7 @@ class Cluster:
         return ""
 
     def look(self, now_s: float) -> None:
-        """Bring the columns of both pools up to date."""
+        """Bring the columns of both pools up to date, if members changed or a ratio is too old."""
         if self._is_stale:
             self._is_stale, self._looked_s = False, -math.inf
             newest = (self.workers[key] for key in self._newest.values())
@@ -258,7 +258,7 @@ class Cluster:
             self.decodes.look(now_s)
 
     def prepare(self, now_s: float) -> None:
-        """Do work ahead that a decision would otherwise do."""
+        """Refresh columns and paths, so that decisions need not. To be called on each tick."""
         self._looked_s = -math.inf
         self.look(now_s)
         for pool in self._pools.values():
@@ -276,8 +276,8 @@ class Cluster:
         return int(min(info.context_tokens_max, blocks * info.block_tokens))
 
     def node_blocks(self, info: WorkerInfo) -> float:
-        """Blocks of one prompt that the worker's node can hold; infinite for decode workers, native
-        engines and unknown nodes. Other prefill workers hand a prompt over through their node."""
+        """Blocks that the worker's node can hold. Infinite for unknown nodes, and for workers that
+        need no room there for a prompt: decode workers, and engines that transfer KV themselves."""
         node = self.nodes.get(info.node_id)
         if info.role != "prefill" or info.is_native or node is None or not node.segment_bytes:
             return math.inf
@@ -300,7 +300,7 @@ class Cluster:
         send_s: float,
         now_s: float,
     ) -> None:
-        """Reserve the predicted load at both workers, and at the sender of a fetch."""
+        """Reserve the predicted load at both workers, and at the sender of a fetch for `send_s`."""
         prefill, decode = pair
         predicted, prompt_tokens = route.predicted, request.prompt_tokens
         self._routed += 1
@@ -337,7 +337,7 @@ class Cluster:
         """Move the reservation from the prefill queue to the decode batch."""
         assert not routed.prefill_done, f"{routed.route.request_id} was prefilled twice"
         routed.joined_at_s = now_s
-        # An answer takes at most max_tokens steps, and on average `decode_s`.
+        # An answer takes at most max_tokens steps, and on average `decode_s` seconds.
         longest_s = routed.request.output_tokens_max * routed.route.predicted.tbt_s
         leave_s = now_s + min(self.decode_s, longest_s)
         self._drop_send(routed.route)
@@ -356,9 +356,9 @@ class Cluster:
         return routed
 
     def attribute(self, routed: InFlightRequest, since_s: float, now_s: float) -> None:
-        """Avoid double counting of a request of another frontend, which was routed or joined its
-        batch at `since_s`. A report between `since_s` and now counted the request as
-        unattributed."""
+        """Avoid double counting of another frontend's request, which was routed or joined its batch
+        at `since_s`. If a report came after `since_s`, it counted the request as unattributed, so
+        that much unattributed work is removed."""
         if not routed.prefill_done and since_s < routed.prefill.reported_at_s:
             routed.prefill.queue.attribute(now_s)
         if since_s < routed.decode.reported_at_s:
@@ -366,7 +366,8 @@ class Cluster:
         self._refresh(routed)
 
     def disown(self, request_id: str, now_s: float) -> None:
-        """Turn the reservations into unattributed work: its frontend will not report its end."""
+        """Turn the reservations of another frontend's request into unattributed work, because no
+        note of its end will arrive."""
         routed = self.in_flight.pop(request_id, None)
         if routed is not None:
             self._drop_send(routed.route)
@@ -389,7 +390,7 @@ class Cluster:
         """Learn the speed of the prefill worker. `seconds` <= 0: no measurement."""
         if seconds <= 0:
             return
-        # With the measured cached tokens, a colder cache than predicted is no slower worker.
+        # With the measured cached tokens, a cache miss does not count as a slow worker.
         new_tokens = max(1, routed.request.prompt_tokens - cached_tokens)
         began_s = routed.routed_at_s + routed.route.predicted.transfer_s
         pipeline = routed.prefill.pipeline
@@ -401,7 +402,7 @@ class Cluster:
     def learn_decode(
         self, routed: InFlightRequest, output_tokens: int | None, now_s: float
     ) -> None:
-        """Learn decode time and answer length, unless the request never joined. Cancelled answers
+        """Learn decode time and answer length, if the request joined the batch. Cancelled answers
         count too. Without `output_tokens`, the length is the decode time / the predicted step."""
         if routed.joined_at_s is None:
             return
@@ -423,7 +424,7 @@ class Cluster:
         return found
 
     def send_wait_s(self, node_id: str, now_s: float) -> float:
-        """Seconds until the sends already reserved at this node are done."""
+        """Seconds until the sends reserved at this node are predicted to end."""
         sends = self._sends.get(node_id)
         return max(0.0, max(sends.values()) - now_s) if sends else 0.0
 

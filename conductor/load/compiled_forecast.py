@@ -11,7 +11,7 @@ import struct
 
 from mooncake_store.native.library import NativeFunction, quick_function
 
-REQUEST, WORKER = struct.Struct("=3q2q2q5d"), struct.Struct("=5q5d")
+REQUEST, WORKER = struct.Struct("=3q2q2q5d"), struct.Struct("=5q5d")  # structs of native.c
 
 
 class CompiledForecast:
@@ -47,8 +47,8 @@ class CompiledForecast:
         pages: float,
         tokens_max: float,
     ) -> None:
-        """`sums_addresses`: of the request, and of all joined (or of all coming) requests.
-        `since_s`: seconds from the start of its answer to the start of the grid."""
+        """Compute a request's sums, and add them to those of all joined (or all coming) requests:
+        `sums_addresses`. `since_s`: seconds from the start of its answer to that of the grid."""
         REQUEST.pack_into(
             self._request,
             0,
@@ -73,7 +73,7 @@ class CompiledForecast:
         share: float,
         unattributed: tuple[float, float, float],
     ) -> None:
-        """`addresses`: of the sums of coming requests, the sums of joined requests, the upper bound
-        of the sums, and the alive share of unattributed requests."""
+        """Recompute the peaks. `addresses`: of the sums of coming requests, the sums of joined
+        requests, the upper bound of the sums, and the alive share of unattributed requests."""
         WORKER.pack_into(self._worker, 0, *addresses, peaks_address, sigma, share, *unattributed)
         self._settle(self._worker_address)

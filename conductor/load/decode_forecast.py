@@ -1,11 +1,12 @@
 """Forecast of decode batches: survival curves of the reserved answers, plus expected arrivals.
 
 **Reserved requests.** The forecast is a curve over the next minute. For each request reserved at
-the worker, and each moment t of a grid, the probability that it decodes is
+the worker, and each moment t of a grid, alive(t) is the probability that the request decodes. With
+S(n), the share of answers longer than n tokens (lengths.py), and `step`, the seconds per token:
 
-    alive(t) = S(n + (t - now) / step) / S(n)   n: generated tokens, step: seconds; S: lengths.py
-    alive(t) = 0 before its prefill ends, and S((t - end) / step) after it, for a coming request
-    alive(t) = 0 once it would have had max_tokens
+    decoding, n tokens generated   S(n + (t - now) / step) / S(n)
+    in prefill until `end`         0 before `end`, S((t - end) / step) after it
+    from max_tokens on             0
 
 The worker's curve is the sum over its requests: of sequences, of context tokens (prompt and
 generated tokens) and of reserved pages. Each sum is raised by its uncertainty:
@@ -13,22 +14,22 @@ generated tokens) and of reserved pages. Each sum is raised by its uncertainty:
     load(t) = sum of alive(t) x (1, prompt + n(t), pages)
     each of them raised by decode_room_sigma x sqrt(sum of alive (1 - alive) x its size^2)
 
-Requests that a report counts beyond the reservations leave by the residual curve of all answers. A
-request decodes from the end of its prefill, beside the requests that join later. The *peak* of the
-curve from that moment on is therefore compared with the limits.
+Requests that a report counts beyond the reservations (*unattributed*) leave by the residual curve
+of all answers. A new request decodes from the end of its prefill, beside requests that join later.
+The *peak* of the curve from that moment on is therefore compared with the limits.
 
-A curve is one row of a table. Rows of requests are added to it and subtracted from it. Each report
-recomputes it, with current ages and without accumulated rounding errors, outside the critical path
-of a request. A decision interpolates one table for all workers at once.
+The curves of all workers are rows of one table, which a decision interpolates for all at once. A
+request is added to and subtracted from its worker's curve. Each report recomputes the curve, with
+current ages and without rounding errors of earlier sums, outside the critical path of a request.
 
-**Expected arrivals** have not arrived yet, but will join the decode workers before this request. At
-the recent rate, the requests that arrive after now and join before t are, per decode worker,
+**Expected arrivals** are requests that have not arrived yet, but will join the decode workers
+before this request. At the recent rate, the number that arrives after now and joins before t is
 
     expected(t) = expected_arrivals_share x rate x (t - now - d (1 - exp(-(t - now) / d)))
 
-where the rate is that of all admitted requests / decode workers, and d is the mean time from
-routing to the end of prefill. Each counts as the mean of recent requests. Rate and means decay with
-`demand_half_life_s` (forward_decay.py).
+per decode worker, where the rate is that of all admitted requests / decode workers, and d is the
+mean time from routing to the end of prefill. Each arrival counts with the mean tokens and pages of
+recent requests. Rate and means decay with `demand_half_life_s` (forward_decay.py).
 
 docs/reference/conductor.md ("Decoding at a later moment") gives the limits of both predictions. Not
 here: reservations and their reconciliation with reports (decode_batch.py).
@@ -50,14 +51,14 @@ from conductor.load.compiled_forecast import CompiledForecast
 GRID_S: Vector = np.array(
     [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0]
 )
-PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # constant after the last moment
+PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # 1 / distance to the next moment; 0: a flat curve
 GRID, GRID_PER_S = GRID_S.tolist(), PER_S.tolist()
 SHOWN = 3  # sequences, context tokens, pages
 SUMS = 2 * SHOWN  # each sum and its variance
 
 
 class ExpectedAnswer(NamedTuple):
-    """Class and limit of an answer, as known at routing."""
+    """Class and max_tokens of an answer, as known at routing."""
 
     key: ClassKey
     tokens_max: int
@@ -71,8 +72,8 @@ class ForecastTable:
         self.compiled = CompiledForecast.of(GRID_S.ctypes.data, EDGES.ctypes.data, len(EDGES))
         self._peaks: Vector = np.zeros((0, len(GRID_S) + 1, SHOWN))
         self._peaks_address = 0
-        self._base_s: Vector = np.zeros(0)
-        self._free: list[int] = []
+        self._base_s: Vector = np.zeros(0)  # time of the first moment of each row
+        self._free: list[int] = []  # rows without a worker
 
     def take_row(self) -> int:
         if not self._free:
@@ -114,7 +115,7 @@ class ForecastTable:
 
 
 class _RequestColumns:
-    """Columns of the requests of one worker. A free row is in no sum."""
+    """Columns of the requests of one worker. A free row must be left out of every sum."""
 
     NAMES = ("began_s", "context_tokens", "pages", "tokens_max")
 
@@ -177,7 +178,7 @@ class DecodeForecast:
         end_s: float,
         now_s: float,
     ) -> None:
-        """Add a routed request, which joins at `end_s`, when its prefill ends."""
+        """Add a routed request, which joins at `end_s`, the predicted end of its prefill."""
         if self._base_s == -math.inf:
             self._base_s = now_s
         row = self._requests.add(
@@ -201,7 +202,7 @@ class DecodeForecast:
             self._most -= (1.0, context_tokens + tokens_max, pages)
 
     def settle(self, share: float, unattributed: tuple[float, float, float]) -> None:
-        """Recompute the peaks. `share`: share of the joined requests that are still in the batch.
+        """Recompute the peaks. `share`: the joined requests still in the batch / all joined ones.
         `unattributed`: sequences, context tokens and pages of the unattributed requests."""
         if self._table.compiled is not None:
             peaks_address = self._table.begin(self.row, self._base_s)
@@ -218,7 +219,7 @@ class DecodeForecast:
         self._table.put(self.row, self._base_s, peak)
 
     def renew(self, now_s: float, step_s: float) -> None:
-        """Restart the grid at `now_s`, with current ages and this step time (0: unchanged)."""
+        """Restart the grid at `now_s`, with this step time (0: unchanged). `settle` must follow."""
         self._base_s = now_s
         if step_s > 0:
             self._step_s = step_s
@@ -236,7 +237,7 @@ class DecodeForecast:
         self._table.give_back(self.row)
 
     def _count(self, row: int, now_s: float) -> None:
-        """Add a request without any token yet. Same result as `_curves` for this request."""
+        """Add the curve of a request without tokens yet. Same result as `_curves` for it."""
         requests = self._requests
         began_s, context, pages, tokens_max = requests.columns[row].tolist()
         key, is_joined = requests.keys[row], requests.is_joined.item(row)
@@ -272,14 +273,14 @@ class DecodeForecast:
         self._sums[int(is_joined)] += sums
 
     def _curves(self, rows: npt.NDArray[np.intp], now_s: float) -> Vector:
-        """[request, moment, sum] for all these requests at once."""
+        """[request, moment, sum] for all requests in `rows` at once."""
         keys = [self._requests.keys[row] for row in rows]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         curves = np.array([self._lengths.curve(key, now_s) for key in numbers if key is not None])
         kind = np.array([numbers[key] for key in keys])[:, None]
         began_s, context, pages, tokens_max = self._requests.columns[rows].T[:, :, None]
         is_joined = self._requests.is_joined[rows][:, None]
-        began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late prefills
+        began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late prefills end now
         tokens = (self._base_s + GRID_S - began_s) / self._step_s
         # A request that should have reached max_tokens is assumed to be at its last token.
         had = np.clip((now_s - began_s) / self._step_s, 0.0, np.maximum(tokens_max - 1, 0.0))
@@ -303,13 +304,12 @@ class DecodeForecast:
 
 
 def _odds_of_leaving(alive: Vector) -> Vector:
-    """(1 - p) / p: the variance of a value present with probability p, over its mean squared. 0 if
-    p is 0."""
+    """(1 - p) / p; 0 if p is 0. It is variance / mean^2 of a value present with probability p."""
     return np.divide(1.0 - alive, alive, out=np.zeros_like(alive), where=alive > 0.0)
 
 
 def _height(curves: Vector, kind: npt.NDArray[np.intp], tokens: Vector) -> Vector:
-    """The value of each request's own curve at its own lengths: np.interp for many curves."""
+    """The value of each request's curve at each of its lengths: np.interp for many curves."""
     right = np.clip(np.searchsorted(EDGES, tokens, side="right"), 1, len(EDGES) - 1)
     left_edge = EDGES[right - 1]
     part = np.minimum((tokens - left_edge) / (EDGES[right] - left_edge), 1.0)
@@ -321,7 +321,7 @@ DELAY_S_MIN = 1e-6
 
 
 class ExpectedArrivals:
-    """Counts admitted requests, and estimates how many more join until a moment."""
+    """Counts admitted requests, and estimates how many later ones join until a moment."""
 
     def __init__(self, share: float, half_life_s: float) -> None:
         self._share = share
@@ -331,7 +331,7 @@ class ExpectedArrivals:
         self._requests = self._delay_s = self._context_tokens = self._pages = 0.0
 
     def admitted(self, delay_s: float, context_tokens: int, pages: int, now_s: float) -> None:
-        """`delay_s`: seconds until its prefill is predicted to end."""
+        """Count a request. `delay_s`: seconds until its prefill is predicted to end."""
         shrink = self._decay.rescaled(now_s)
         weight = self._decay.weight(now_s)
         self._requests = self._requests / shrink + weight

@@ -1,16 +1,17 @@
 """The prefill workers in columnar form: prefill time of a prompt, and the queued work.
 
-The formulas are those of estimates.py and prefill_queue.py, for all workers at once. With new =
-tokens - cached, prefill.seconds(new, cached) is
+The formulas are those of estimates.py and prefill_queue.py, for all workers at once. A prompt of
+`tokens` tokens, of which `cached` are cached and `new` are not, takes
 
     base + new * (per_token + per_token_pair / 2 * (tokens + cached))
 
-A pipeline group needs its `fill_s` in addition, which does not delay the prompts behind it.
+A pipeline group needs its `fill_s` in addition, which does not delay the next prompts.
 
-The queue behind the head is stored in two padded matrices with a column for each worker. `keys` has
-the order keys in order, and `work` has the cumulative work after each of them. The number of
-smaller order keys is the queue position of a request, and `work` at this position is its wait. A
-request whose order key is above all keys so far is last at every worker, and needs no counting.
+The *head* of a queue is the prompt that is being computed. The prompts behind it are stored in two
+padded matrices with a column for each worker. `keys` has their order keys in ascending order, and
+`work` has the sum of the work up to each of them. The number of order keys that are not greater is
+the queue position of a request, and `work` at this position is its wait behind the head. A request
+whose order key is above all keys so far is last at every worker, and needs no counting.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Queues(NamedTuple):
     """The queued work at each worker at one moment."""
 
     now_s: float
-    busy_s: Column  # unattributed work and the rest of the head, at the calibrated speed
+    busy_s: Column  # unattributed work and remaining work of the head, at the calibrated speed
     queue_s: Column  # all predicted work, at the measured speed
     order: QueueOrder  # gives the request its order key
 
@@ -45,7 +46,7 @@ class QueuePosition(NamedTuple):
     """The queue position of a request at each worker."""
 
     wait_s: Column  # queued work that runs before the request
-    # Number of requests that it overtakes, if requested; a mask if that is at most one.
+    # Number of requests that the request overtakes (a mask if at most one). Zeros: not requested.
     behind: Counts | Mask
 
 
@@ -68,13 +69,13 @@ class PrefillPool(Pool):
         self._set_matrices(
             np.full((POSITIONS_MIN, count), math.inf), np.zeros((POSITIONS_MIN + 1, count))
         )
-        # Scalars are kept as columns, because arithmetic between columns is faster.
+        # Columns of equal elements, because arithmetic with scalars is slower.
         self._counts, self._now_s = np.full(count, count, np.int64), self._zeros()
         self._stretch = np.full(count, self.order.stretch)
         self._wait_s_max = np.full(count, self.order.wait_s_max)
         # Upper bounds of the values in the rows; they never decrease.
         self._key_s_max = self._unattributed_until_s_max = -math.inf
-        self.rank = self._zeros()  # among equals: fewest requests first, then the longest idle
+        self.rank = self._zeros()  # among equal costs: fewest requests, then longest idle, is first
         self.has_room = np.zeros(count, bool)  # the queue is below its bound
         self.full = count  # number of workers without room
         self._slots_max = [worker.info.slots_max for worker in self.workers]
@@ -146,8 +147,7 @@ class PrefillPool(Pool):
         self._half_pair_s[rows] = self._coefficients[rows, 2] * ratio / 2
 
     def prefill_s(self, tokens: int, cached: int | Column) -> Column:
-        """Seconds to the first token at each worker, with `cached` of the prompt's tokens
-        cached."""
+        """Seconds to the first token at each worker, with `cached` of `tokens` tokens cached."""
         found_s = self._half_pair_s * (cached + float(tokens))
         found_s += self._per_token_s
         found_s *= float(tokens) - cached
@@ -157,7 +157,7 @@ class PrefillPool(Pool):
         return found_s
 
     def fill_s(self, tokens: int, cached: int | Column) -> Column:
-        """The part of `prefill_s` after the slowest stage of a pipeline group has finished."""
+        """The part of `prefill_s` after the slowest stage of a pipeline group has ended, else 0."""
         if not self.has_groups:
             return self.zeros
         last = np.minimum(tokens - cached, self._chunk_tokens)
@@ -175,7 +175,7 @@ class PrefillPool(Pool):
         return share * prefill_s
 
     def queues(self, now_s: float, order: QueueOrder) -> Queues:
-        """The queued work at this moment. Valid until the next change of a queue."""
+        """The queued work at `now_s`. Valid until the next change of a queue."""
         self._now_s.fill(now_s)
         busy_s = self._busy_until_s - self._now_s
         np.maximum(busy_s, self.zeros, busy_s)
@@ -186,7 +186,7 @@ class PrefillPool(Pool):
     def position(
         self, queues: Queues, prefill_s: Column, counts_behind: bool = True
     ) -> QueuePosition:
-        """The queue position of a request with so much work at each worker."""
+        """The queue position of a request that takes `prefill_s` at each worker."""
         order = queues.order
         least_s = order.stretch * prefill_s.item(prefill_s.argmin())
         if queues.now_s + min(least_s, order.wait_s_max) >= self._key_s_max:
@@ -225,7 +225,7 @@ class PrefillPool(Pool):
         return count
 
     def _ahead(self, keys_s: Column, longest: int, counts_behind: bool) -> tuple[Column, Counts]:
-        """(work behind the head that goes first, number of reservations that come after)."""
+        """Of the reservations behind the head: (work of those before `keys_s`, number after it)."""
         if longest <= FEW_POSITIONS:
             work_s, behind = self.zeros.copy(), self.none
             if counts_behind:

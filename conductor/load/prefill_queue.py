@@ -1,33 +1,32 @@
 """Predicted work of one prefill worker: reservations reconciled with worker reports.
 
 The conductor has two sources. Its own routing decisions are exact and immediate: one *reservation*
-per request, with its cached prefix and its queue position. The worker's report has the remaining
-work and the work of other frontends, but arrives late. Both are combined so that no work counts
-twice and no value falls below zero:
+per request, with its cached prefix and its order key (queue_order.py). The worker's report has the
+remaining work and the work of other frontends, but arrives late. Both are combined so that no work
+counts twice and no value falls below zero:
 
-- A report *confirms* a reservation that is at least report_lag_s older than the report.
-- If the report has fewer requests than there are confirmed reservations, the first ones are done. A
-  worker computes requests in the order of their keys (queue_order.py). If it has fewer tokens than
-  the remaining confirmed reservations, these shrink, the first ones first.
-- If the report has more requests than there are reservations, the others are *unattributed*. They
-  are from another frontend, or from before a restart of the conductor. They have the tokens that
-  the reservations do not account for. Their order keys are unknown, so they count as first.
-- A reservation that the report cannot know yet keeps its prediction. A report with more tokens than
-  predicted changes no reservation, because a worker counts a prompt as uncached until its lookup.
+- A report *confirms* a reservation that is at least report_lag_s older than the report. Other
+  reservations keep their predictions.
+- If the report has fewer requests than there are confirmed reservations, the first reservations in
+  the order of their keys are done. If the report has fewer tokens than the other confirmed
+  reservations, these shrink in the same order.
+- If the report has more tokens than predicted, no reservation changes, because a worker counts a
+  prompt as uncached until its lookup.
+- If the report has more requests than there are reservations, the surplus is *unattributed*: from
+  another frontend, or from before a restart of the conductor. Unattributed requests have the tokens
+  that the reservations do not account for. Their order keys are unknown, so they count as first.
 
 The *head* is the reservation that is being computed. With `preempts`, a smaller order key overtakes
-the head between two chunks, and the head keeps its computed chunks. Without it, the worker finishes
-a prompt that has begun. Between reports only unattributed work and then the head shrink with time,
-not below zero. A request that takes longer than predicted thus does not shorten the work behind it.
+the head between two chunks, and the head keeps its computed chunks. Without `preempts`, the worker
+finishes a prompt that has begun. Between reports only unattributed work and then the head shrink
+with time, not below zero. A head that takes longer than predicted thus does not shorten the work
+behind it.
 
-The work of a pipeline group is that of its slowest stage. The next prompt begins while the last
-chunk of a prompt passes the later stages (estimates/pipeline.py).
+The work of a pipeline group is that of its slowest stage. The next prompt begins while later stages
+compute the last chunk of a prompt (estimates/pipeline.py).
 
-Requests that arrive later and overtake this one are not predicted, since their number is unknown.
-Only requests that arrive within queue_wait_s_max can overtake it.
-
-A finished or cancelled request removes its whole reservation. When all requests have finished, only
-unattributed work is left, which decreases with time.
+The wait of a request ignores requests that arrive later and overtake it, since their number is
+unknown. Only requests that arrive within queue_wait_s_max can overtake it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from conductor.estimates.pipeline import PipelineEstimate
 @dataclass(slots=True, eq=False)  # equality by identity
 class PrefillReservation:
     key_s: float  # order key; the least runs first
-    prefix_tokens: int  # cached, so not computed
+    prefix_tokens: int  # prompt tokens that are cached, >= 0
     new_tokens: int  # to compute, > 0
     reserved_at_s: float
     remaining_s: float  # predicted seconds left, >= 0
@@ -54,7 +53,7 @@ class PrefillQueue:
     """Unattributed work, then the head, then the other reservations in the order of their keys."""
 
     def __init__(self, estimate: PipelineEstimate, now_s: float, preempts: bool = False) -> None:
-        # Changes with the pipeline group. Reservations keep their seconds until the next report.
+        # Replaced when its pipeline group changes; reservations keep seconds until the next report.
         self.estimate = estimate
         self._preempts = preempts
         self._reservations: dict[str, PrefillReservation] = {}
@@ -116,7 +115,7 @@ class PrefillQueue:
         return unattributed_until_s, busy_until_s, head_key_s, self._ordered[-1].key_s
 
     def positions(self) -> list[tuple[float, float]]:
-        """(order key, seconds) of each reservation behind the head."""
+        """(order key, remaining seconds) of each reservation behind the head, in order."""
         return [(work.key_s, work.remaining_s) for work in self._ordered[1:]]
 
     def _settle(self, now_s: float) -> None:
@@ -159,7 +158,7 @@ class PrefillQueue:
 
     @property
     def _pinned(self) -> int:
-        """The first queue index that a smaller order key can take."""
+        """The first queue index at which a request with a small order key may be inserted."""
         return 0 if self._preempts else 1
 
     def _keep_computed_chunks(self) -> None:
@@ -183,14 +182,14 @@ class PrefillQueue:
         return True
 
     def attribute(self, now_s: float) -> None:
-        """Remove one unattributed request, because the last report counted a reservation as one."""
+        """Remove one unattributed request, which the last report counted and is reserved now."""
         if self._unattributed_requests:
             self._settle(now_s)
             self._unattributed_s *= 1.0 - 1.0 / self._unattributed_requests
             self._unattributed_requests -= 1
 
     def disown(self, request_id: str, now_s: float) -> None:
-        """Turn a reservation into unattributed work, since its frontend reports no end."""
+        """Turn a reservation into unattributed work, because no note of its end will arrive."""
         self._settle(now_s)
         work = self._reservations.get(request_id)
         if work is not None and self.drop(request_id, now_s) and work.done_tokens < work.new_tokens:

@@ -3,15 +3,15 @@
 **Warm-up (slow start).** A worker that joins a running cluster receives its share gradually. A new
 worker is idle, so the predictions alone would send it every request until its queue is as long as
 the others. But its coefficients were measured without load, and its caches are cold. If it is slow,
-a whole queue of requests would be delayed. For `slow_start_s` after it joined, its predicted work
-therefore counts as longer, by a factor that falls to 1:
+a whole queue of requests would be delayed. For `slow_start_s` after the worker joined, its
+predicted work therefore counts as longer, by a factor that falls to 1:
 
     warm_up = 1 - age / slow_start_s                       1 when it joins, 0 from slow_start_s on
     cost    = cost + warm_up x SLOWER x (wait + prefill)   only to choose a worker
 
-Shown predictions and admission do not include the warm-up. Copies of hot prefixes to its node have
-`1 - warm_up` of the budget of other nodes (hotspots.py). A worker is in warm-up only if another one
-of its role, which can take its share, joined at least `slow_start_s` earlier.
+Shown predictions and admission do not include the warm-up. The budget for copies of hot prefixes to
+a new node grows in the same way (`budget`, hotspots.py). A worker is in warm-up only if another
+worker of its role, which can take its share, joined at least `slow_start_s` earlier.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from conductor.load.prefill_queue import PrefillQueue
 from conductor.messages import WorkerRef
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
 
-SLOWER = 3.0  # cost factor 4 at first: the largest correction by SpeedRatio
-BUDGET_LEAST = 0.125  # share of the copy budget; without it a new node would never get a first copy
+SLOWER = 3.0  # the cost factor is 1 + SLOWER at first: the largest ratio of SpeedRatio
+BUDGET_LEAST = 0.125  # least share of the copy budget, when a node joins
 
 
 def warm_up(joined_s: float, now_s: float, slow_start_s: float) -> float:
-    """1 when the worker joins, 0 from slow_start_s on."""
+    """The remaining part of a warm-up: 1 when the worker joins, 0 from slow_start_s on."""
     if slow_start_s <= 0:
         return 0.0
     return min(1.0, max(0.0, 1.0 - (now_s - joined_s) / slow_start_s))
 
 
 def budget(whole: int, warm_up: float) -> int:
-    """Budget of blocks to a node in warm-up; at least one."""
+    """The part of a budget of `whole` blocks that a node in warm-up gets; at least one block."""
     return max(1, int(whole * max(BUDGET_LEAST, 1.0 - warm_up)))
 
 
 WorkerKey = tuple[str, str]  # (worker_id, incarnation)
-PREFILLS_KEPT = 256  # recent finished prefills, to subtract their time from a longer one
+PREFILLS_KEPT = 256  # recent finished prefills, whose time is subtracted from that of longer ones
 
 
 class MeasuredPaths(NamedTuple):
     """Summary of the transfers that a worker measured; rates in bytes per second."""
 
-    # Minimum and maximum stand for all values: they show whether the values differ.
+    # The next two are (minimum, maximum), which show whether values differ; () without any.
     rates: tuple[float, ...]
     latencies_s: tuple[float, ...]  # from other nodes
-    own_rate: float  # from its own node
-    far_rate_max: float  # highest rate from another node
+    own_rate: float  # from its own node; 0: not measured
+    far_rate_max: float  # highest rate from another node; 0: none measured
 
     @classmethod
     def of(cls, info: WorkerInfo) -> MeasuredPaths:
-        """Computed once, because a worker in a large cluster has measured a thousand nodes."""
+        """To be computed once, because a worker in a large cluster measures a thousand nodes."""
         measured, latencies_s = info.transfer_bytes_per_s, info.transfer_latency_s
         rates = measured.values()
         far = [rate for node_id, rate in measured.items() if node_id != info.node_id]
@@ -83,7 +83,7 @@ class WorkerState:
         )
         self.key: WorkerKey = (info.worker_id, info.incarnation)
         self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)
-        # Only its own layers, until it leads a complete pipeline group (pipeline_groups.py).
+        # Estimate of its own layers, until it leads a complete pipeline group (pipeline_groups.py).
         self.pipeline = PipelineEstimate.of((PrefillEstimate.of(info.prefill_coefficients),))
         self.queue = PrefillQueue(self.pipeline, now_s, preempts)
         self.batch = DecodeBatch()
@@ -99,7 +99,7 @@ class WorkerState:
         self.row = -1  # row in the pool of its role; -1: not in a pool
 
     def leave_group(self) -> None:
-        """Reset to a worker outside any pipeline group, but keep the estimate."""
+        """Reset to a worker outside any pipeline group, but keep the estimate (`pipeline`)."""
         self.stages, self.leader, self.broken = (self,), self, ""
 
     def lead_group(
@@ -120,7 +120,7 @@ class WorkerState:
 
     @property
     def oldest_report_s(self) -> float:
-        """The oldest of the latest reports of its pipeline stages."""
+        """The time of the oldest of the latest reports of its pipeline stages."""
         return min(stage.reported_at_s for stage in self.stages)
 
     @property
@@ -129,7 +129,7 @@ class WorkerState:
 
     @property
     def last_failed_s(self) -> float:
-        """The latest failed call to one of its pipeline stages; minus infinity: none."""
+        """The time of the latest failed call to its pipeline stages; minus infinity: none."""
         failures_s = (stage.failed_at_s for stage in self.stages)
         return max((at_s for at_s in failures_s if at_s is not None), default=-math.inf)
 
@@ -141,7 +141,7 @@ class WorkerState:
         if self.is_follower:
             return  # stage 0 reports the load of the group
         if self.info.role == "prefill":
-            requests = max(report.queue_requests, report.running)  # the head runs
+            requests = max(report.queue_requests, report.running)  # running ones count too
             self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)
             self.queue.step_s = report.step_s
             return
@@ -153,11 +153,11 @@ class WorkerState:
     def prefilled(
         self, began_s: float, seconds: float, estimated_s: float, now_s: float, fill_s: float = 0.0
     ) -> None:
-        """Learn the speed from a finished prefill. Prompts of shared steps each report the seconds
-        of all of them, so the time of prefills that ended in between is subtracted. A prompt that
-        was overtaken between two chunks is measured without that time. `fill_s`: the later pipeline
-        stages of a group. It does not count for a prompt directly behind another one, because the
-        fill time of that prompt overlaps with it."""
+        """Learn the speed from a finished prefill. Each prompt of a shared step reports the seconds
+        of the whole step, and a prompt may be overtaken between two chunks. The time of prefills
+        that ended since `began_s` is therefore subtracted. `fill_s`: estimated time of the later
+        stages of a pipeline group. It does not count for a prompt computed directly after another
+        one, whose own fill time overlaps with this computation."""
         free_s = now_s - began_s
         for ended_s, its_s in reversed(self._prefills):
             if ended_s <= began_s:

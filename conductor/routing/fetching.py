@@ -1,11 +1,12 @@
 """Fetch or compute: how much of a prompt's prefix each prefill worker fetches, and from where.
 
-A node holds a run of leading blocks in DRAM, and the blocks after that run on its SSD. Prices:
+A node holds a run of leading blocks in DRAM, and the blocks after that run on its SSD. Predicted
+seconds until the blocks are available:
 
-    local DRAM    nothing: it is mapped
+    local DRAM    0, because the memory is mapped
     local SSD     bytes / SSD rate; a worker always restores these blocks (backends)
     remote DRAM   the sender's queue + latency + bytes / link rate
-    remote SSD    the same, at the slower of the link and the sender's SSD
+    remote SSD    as remote DRAM, at the slower of the link and the sender's SSD
 
 Blocks after the local run may be fetched from one other node. The worker computes the rest of the
 prompt. There are two rules:
@@ -21,10 +22,9 @@ prompt. There are two rules:
                 A part of a run cannot beat the whole run: each further block costs the same to
                 fetch and saves more computation.
 
-The second rule is Eq. 2 of the paper plus the queues, the latency, the sender and later requests.
-Fetched blocks are kept. At a node with full memory, they evict as many other blocks, and some
-evicted blocks will be computed again. The *eviction cost* there is EVICTION_COST_SHARE of the time
-that the fetch saves.
+The rule `times` is Eq. 2 of the paper plus terms for queues, latency, sender and evictions. At a
+node with full memory, the fetched blocks evict as many others, of which some will be computed
+again. The *eviction cost* there is EVICTION_COST_SHARE of the prefill time that the fetch saves.
 
 At most SOURCES_MAX holders are compared. Of equal runs, only the holder that can send first is
 compared. A shorter run is compared only if its holder can send before all holders of longer runs.
@@ -49,8 +49,8 @@ from conductor.routing.policies import Policy, Seconds
 from conductor.routing.tiers import Holdings
 
 SOURCES_MAX = 4  # holders compared for one prompt
-# Share of the seconds saved by a fetch that its evictions cost other requests: the probability that
-# an evicted block would have been used again.
+# Cost of evictions to other requests / prefill seconds that a fetch saves: the probability that an
+# evicted block would have been used again.
 EVICTION_COST_SHARE = 0.1
 NAMES_MAX = 64  # equal holders whose send queues are compared
 
@@ -60,8 +60,8 @@ class FetchSource(NamedTuple):
 
     node_id: str
     blocks: int  # length of the run, in blocks
-    dram_blocks: int  # the first ones; the remaining blocks are on the sender's SSD
-    wait_s: float  # seconds until the sends already reserved there are done
+    dram_blocks: int  # the first blocks of the run; the others are on the sender's SSD
+    wait_s: float  # seconds until the sends already reserved there are predicted to end
 
 
 @dataclass(slots=True)
@@ -72,22 +72,22 @@ class Plans:
     sources: Sequence[FetchSource]  # the candidates
     fetch_s: Seconds  # restoring from SSD and fetching
     prefill_s: Seconds  # computing the remaining tokens
-    source: Counts  # number of the source that the worker fetches from; -1: no fetch
+    source: Counts  # index in `sources` of the node that the worker fetches from; -1: no fetch
     fill_s: Seconds  # part of prefill_s in later pipeline stages; it does not delay later prompts
     eviction_cost_s: Seconds  # cost to other requests of the evictions by these fetches
     beside_s: Seconds  # part of prefill_s that overlaps with the fetch (layer-wise prefill)
-    position: QueuePosition | None = None  # computed for this prefill_s; None: not yet
+    position: QueuePosition | None = None  # in the queues, for this prefill_s; None: not computed
 
 
 def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
-    """Cached tokens. At least one token is computed, since its logits give the first output."""
+    """Cached prompt tokens. The last token is computed, since its logits give the first output."""
     return max(0, min(blocks * block_tokens, prompt_tokens - 1))
 
 
 def worth_asking(
     cluster: Cluster, held: Holdings, policy: Policy, now_s: float
 ) -> list[FetchSource]:
-    """The sources to compare, longest run first; empty if no worker lacks enough blocks."""
+    """The sources to compare, longest run first; empty if no worker would fetch by this policy."""
     if policy.fetch == "threshold":
         if held.least >= held.longest / cluster.config.kvcache_balancing_threshold:
             return []
@@ -137,7 +137,7 @@ def _fetch_by_threshold(plans: Plans, cluster: Cluster, prompt_tokens: int) -> N
 
 
 def _fetch_by_times(plans: Plans, pool: PrefillPool, prompt_tokens: int, queues: Queues) -> None:
-    """This project's rule: the earliest first token, where the fetch overlaps with the wait."""
+    """This project's rule: the least end of prefill, where the fetch overlaps with the wait."""
     plans.position = pool.position(queues, plans.prefill_s)
     hidden_s = plans.position.wait_s
     least_s = hidden_s
@@ -155,10 +155,10 @@ def _take_the_quickest(
     is_wanted: Mask | None = None,
     hidden_s: Seconds | None = None,
 ) -> None:
-    """Each worker fetches from the source with the earliest end of prefill, if that is before
-    `least_s`. `is_wanted`: mask of the workers that may fetch; None: all workers with a shorter run
-    than the source. `hidden_s`: seconds of transfer that overlap with queued work; None: no overlap
-    counts, neither with queued work nor with computation."""
+    """Each worker fetches from the source with the earliest end of prefill, if that is before its
+    `least_s` (without a fetch). `is_wanted`: mask of the workers that may fetch; None: workers with
+    a shorter run than the source. `hidden_s`: seconds of queued work, with which a transfer
+    overlaps; None: no overlap counts, neither with queued work nor with computation."""
     held, restore_s, own_s = plans.held, plans.fetch_s, plans.prefill_s
     for number, source in enumerate(plans.sources):
         may_fetch = held.blocks < source.blocks if is_wanted is None else is_wanted
@@ -200,8 +200,8 @@ def _take_the_quickest(
 def _with(
     source: FetchSource, pool: PrefillPool, held: Holdings, restore_s: Seconds, prompt_tokens: int
 ) -> tuple[Seconds, Seconds]:
-    """(computing, restoring and fetching) at each worker with this source. Only valid where the run
-    of the source is longer than the local run."""
+    """Seconds at each worker with this source: (computing, restoring and fetching). Only valid
+    where the run of the source is longer than the local run."""
     prefill_s = pool.prefill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
     path, blocks = pool.path(source.node_id), source.blocks - held.blocks
     fixed_s = path.latency_s + source.wait_s if source.wait_s else path.latency_s
@@ -217,7 +217,7 @@ def _with(
 
 
 def _own_tokens(pool: PrefillPool, held: Holdings, prompt_tokens: int) -> int | Column:
-    """Cached tokens at each worker without fetching; one number if all are known to be equal."""
+    """Cached tokens at each worker without a fetch; one number if all are known to be equal."""
     if held.is_same and pool.block_tokens:
         return min(held.longest * pool.block_tokens, prompt_tokens - 1)
     cached: Column = held.blocks * pool.block_tokens_of
@@ -227,7 +227,7 @@ def _own_tokens(pool: PrefillPool, held: Holdings, prompt_tokens: int) -> int | 
 
 
 def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:
-    """`cached_tokens` at each worker; one number while all workers have one block size."""
+    """`cached_tokens` at each worker; one number if all workers have the same block size."""
     if pool.block_tokens:
         return min(blocks * pool.block_tokens, prompt_tokens - 1)
     return np.minimum(blocks * pool.block_tokens_of, prompt_tokens - 1)
@@ -238,7 +238,7 @@ def _sources(
 ) -> list[FetchSource]:
     """The holders to compare, longest run first."""
     are_alike = not (cluster.prefills.paths_differ or held.has_ssd)
-    if are_alike:  # the first holder of the longest run is mostly idle, so no other is better
+    if are_alike:  # if the first holder of the longest run sends nothing, no other is better
         node_id = held.longest_holder()
         if node_id in cluster.nodes and not cluster.send_wait_s(node_id, now_s):
             return [FetchSource(node_id, held.longest, held.longest, 0.0)]

@@ -1,10 +1,10 @@
 """Prefill policies: cost functions over all prefill workers at once.
 
-A policy consists of three parts: its cost of each worker (the least wins), its rule for fetching a
-remote prefix (`fetch`), and `is_blind`. A blind policy does not use the hand-over to the decode
-worker to choose among workers of equal cost.
+A policy has a cost of each worker (the worker of least cost is preferred) and a rule for fetching a
+remote prefix (`fetch`). A blind policy (`is_blind`) chooses the prefill worker by this cost alone.
+The other policies add the hand-over and the decode steps of each pair (routing.py). The costs are
 
-    random           none: a hash of the request id names the worker
+    random           none: a hash of the request id selects the worker
     load_balance     all predicted work of the worker
     cache_aware      wait + restore + prefill              with the blocks cached on its own node
     kvcache_centric  wait + transfer + prefill             Algorithm 1 of the Mooncake paper
@@ -15,8 +15,7 @@ requests together instead of the time of this request.
 
 - `delay_s` is the total delay of the queued requests that this request overtakes (queue_order.py).
   Without it, a short request picks the queue where it overtakes most, at the cost of others.
-- `eviction_cost_s` is the cost of a fetch to later requests (fetching.py): the fetched copies evict
-  other blocks.
+- `eviction_cost_s` is the cost to later requests of the blocks that a fetch evicts (fetching.py).
 
 Every formula is plain arithmetic on `Terms`, whose fields are columns: one float64 per worker, in
 seconds. A new policy is a new entry in POLICIES.
@@ -40,11 +39,12 @@ class Terms(NamedTuple):
 
     queue_s: Seconds  # all predicted work in the queue
     wait_s: Seconds  # the part of queue_s that runs before this request
-    transfer_s: Seconds  # fetching and restoring, without the part that overlaps with the wait
+    # Fetching and restoring. Rule "times": without the part that overlaps with wait or computation.
+    transfer_s: Seconds
     prefill_s: Seconds  # computing the tokens that are not cached
-    # Sum of the delays of the requests that this request overtakes; 0 if no cost of the policy.
+    # Sum of the delays of the requests that this one overtakes; 0 if the policy does not use it.
     delay_s: Seconds
-    start_s: Seconds  # wait + transfer + prefill: the first token, before the hand-over
+    start_s: Seconds  # wait + transfer + prefill: until the first token, without the hand-over
     eviction_cost_s: Seconds  # cost to later requests of the blocks that the fetch evicts
 
 
@@ -53,7 +53,7 @@ class Policy:
     cost: Callable[[Terms], Seconds]
     fetch: Literal["never", "threshold", "times"]
     is_blind: bool = False
-    spares_others: bool = False  # its least cost may miss the TTFT limit of this request
+    spares_others: bool = False  # its cost has delay and evictions, so it may prefer a late start
 
 
 POLICIES: Mapping[str, Policy] = {
@@ -63,7 +63,7 @@ POLICIES: Mapping[str, Policy] = {
         spares_others=True,
     ),
     "kvcache_centric": Policy(lambda terms: terms.start_s, fetch="threshold"),
-    # It fetches nothing, so of all transfers only restoring from the SSD counts.
+    # Nothing is fetched, so `start_s` has no transfer but restoring from the SSD.
     "cache_aware": Policy(lambda terms: terms.start_s, fetch="never"),
     "load_balance": Policy(lambda terms: terms.queue_s, fetch="never", is_blind=True),
     "random": Policy(lambda terms: np.zeros_like(terms.wait_s), fetch="never", is_blind=True),
@@ -71,6 +71,6 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def at_random(request_id: str, names: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """The same worker for the same request and the same set of workers, in any order."""
+    """A worker by a hash: the same for the same request and the same set of workers."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     return sorted(names)[int.from_bytes(digest, "big") % len(names)]

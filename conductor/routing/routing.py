@@ -22,9 +22,9 @@ pairs (p, d) of prefill and decode workers with room, minimise
 The search skips pairs that a bound excludes, and treats predictions within tie_ratio as equal.
 docs/reference/conductor.md ("The best pair") gives the order among equals and the possible error.
 
-Workers are compared as columns (pool.py). Only workers that are inspected singly become objects.
-All functions read the cluster's state and change nothing. Not here: whether the best pair is good
-enough (admission.py).
+Workers are compared as columns, with one element per worker (pool.py). Only single workers, such as
+the chosen pair, are described by objects. All functions read the cluster's state and change
+nothing. Not here: whether the best pair is good enough (admission.py).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PrefillTerms(NamedTuple):
     """Predicted terms of the request at one prefill worker, in the order of native.c's answer."""
 
     blocks: float  # leading blocks in DRAM or on the SSD of the worker's node
-    dram_blocks: float  # the first ones, which are in DRAM
+    dram_blocks: float  # the first blocks of `blocks`, which are in DRAM
     source: int  # position in Plans.sources; negative: no fetch
     queue_s: float  # all predicted work in the queue
     wait_s: float  # the part of queue_s that runs before this request
@@ -78,7 +78,7 @@ class PrefillOption:
     worker: WorkerState
     terms: PrefillTerms
     local_blocks: int  # leading blocks in DRAM or on the SSD of the worker's node
-    restore_blocks: int  # the last ones of local_blocks, which are on the SSD
+    restore_blocks: int  # the last blocks of local_blocks, which are on the SSD
     cached_tokens: int
     source: FetchSource | None  # node from which blocks are fetched; None: no fetch
     has_room: bool  # the queue is below its bound
@@ -104,7 +104,7 @@ class DecodeOption:
     worker: WorkerState
     load: DecodeLoad  # as the admission policy predicts it, without this request
     tbt_s: float  # step time with this request
-    has_room: bool
+    has_room: bool  # the request fits beside `load`
 
 
 @dataclass(slots=True)
@@ -120,10 +120,10 @@ class Options:
     _terms: Terms
     _plans: Plans
     _has_room: Mask  # decode workers with room, by the loads that admission assumes
-    backlog_s: float  # mean predicted work of the candidate prefill workers
+    backlog_s: float  # mean seconds of predicted work of the candidate prefill workers
 
     def __init__(self, query: RouteQuery, compiled: CompiledDecision | None) -> None:
-        """Use `predicted`, which also computes the terms."""
+        """For `predicted` only, which then computes the terms."""
         self._query, self._compiled = query, compiled
         self._cluster, self._config = query.cluster, query.cluster.config
         self._policy = POLICIES[self._config.policy]
@@ -131,17 +131,15 @@ class Options:
         self._is_prefill, self._is_decode = query.usable
         self._loads, self.order, self.ttft_limit_s = query.loads, query.order, query.ttft_limit_s
         expected = self._config.output_tokens_expected
-        self._spread = max(1, min(query.request.output_tokens_max, expected))
+        self._spread = max(1, min(query.request.output_tokens_max, expected))  # n of the objective
         self._answer: Answer | None = None  # answer of `compiled`, if it chose the pair
 
     @classmethod
     def predicted(
         cls, query: RouteQuery, tiers: Tiers, compiled: CompiledDecision | None = None
     ) -> Options:
-        """Compute the terms of every worker, with numpy, or with compiled code where it is given.
-
-        The columns of `compiled` are valid until its next decision.
-        """
+        """The terms of every worker, computed with `compiled`, or with numpy if it is None. With
+        `compiled`, they are valid until its next decision, which reuses the columns."""
         options = cls(query, compiled)
         held = Holdings(tiers, query.request.block_keys, query.cluster.prefills)
         sources = worth_asking(query.cluster, held, options._policy, query.now_s)
@@ -155,7 +153,7 @@ class Options:
     def _read(
         self, compiled: CompiledDecision, held: Holdings, sources: Sequence[FetchSource]
     ) -> None:
-        """Compute the terms with compiled code, and the best pair if the reserved loads decide."""
+        """Compute the terms with compiled code, and the best pair if room is by reserved loads."""
         is_usual = self._config.policy != "random"
         if not is_usual or self._cluster.warming_up("prefill", self._now_s):
             is_usual, self._compiled = False, None
@@ -198,7 +196,6 @@ class Options:
         self._terms = Terms(
             queues.queue_s, wait_s, transfer_s, prefill_s, delay_s, start_s, plans.eviction_cost_s
         )
-        # Mean predicted work of the candidate prefill workers.
         self.backlog_s = pool.mean(queues.queue_s, self._is_prefill)
 
     def _rooms(self) -> Mask:
@@ -215,12 +212,11 @@ class Options:
     def _ask_loads(self, tokens: int, has_room: Mask) -> None:
         """Set `has_room` for workers that have room by the predicted loads."""
         pool = self._cluster.decodes
-        # One moment serves all pairs, because the prefills of the finalists end within tie_ratio of
-        # each other.
+        # The loads of all pairs are predicted for one moment, the earliest end of a prefill. The
+        # best pairs end their prefills at almost the same time.
         self._at_s = self._now_s + float(self._terms.start_s[self._is_prefill].min())
         # A predicted load is mostly lower than the reserved load, so a worker with room for the
-        # reserved load counts as having room. With `_may_be_more`, `best` checks the chosen worker
-        # afterwards.
+        # reserved load counts as having room. `best` checks the exceptions (`_may_be_more`).
         rows = (self._is_decode & ~has_room).nonzero()[0].tolist()
         for row, load in zip(rows, self._loads_of(rows), strict=True):
             has_room[row] = _fits(pool.workers[row], load, tokens)
@@ -233,10 +229,8 @@ class Options:
     # Choosing the best pair
 
     def best(self) -> Pair:
-        """The pair that minimises J, up to ties (see the module docstring).
-
-        If no worker has room, the best pair without room is returned, and admission rejects it.
-        """
+        """The pair that minimises J, up to ties (see the module docstring). If no worker has room,
+        the result is the best pair without room, which admission rejects."""
         pair = self._best()
         if self._may_be_more and self._leave_those_with_room(pair.decode):
             self._answer = None
@@ -254,16 +248,15 @@ class Options:
 
     @property
     def _may_be_more(self) -> bool:
-        """Whether a worker with room for its reserved load is checked by its predicted load too."""
+        """Whether a predicted load may exceed the reserved load, so that `best` checks it."""
         return self._config.admission == "predictive_lengths"
 
     def _leave_those_with_room(self, chosen: DecodeOption) -> bool:
-        """Restrict the search to workers with room by prediction, if `chosen` has none. True if the
-        search changed.
+        """Restrict the search to workers with room by predicted load, if `chosen` lacks it. True if
+        the search changed. `_ask_loads` predicts no load for a worker with room by reserved load.
 
-        `_ask_loads` predicts no load for a worker with room for its reserved load, so `chosen` may
-        lack room by prediction. The predicted time between tokens is not used to choose: the lowest
-        of many predictions is mostly the most wrong one, and prefills were wasted
+        The choice itself does not use the predicted time between tokens. The lowest of many
+        predictions is mostly the one with the largest error, and such choices wasted prefills
         (bench/RESULTS.md).
         """
         if chosen.has_room:
@@ -277,8 +270,8 @@ class Options:
         return True
 
     def _pairing(self, first: int, least_s: float, cost_s: Column) -> tuple[int, int]:
-        """The rows of the best pair. `first` and its partner win unless another pair has a total,
-        hand-over and decoding included, that is lower by more than a tie."""
+        """The rows of the best pair. Another pair replaces `first` and its best decode worker only
+        if its J is lower by more than a tie. `least_s` and `cost_s` are those of `_first`."""
         pool, prompt_tokens = self._cluster.decodes, self._request.prompt_tokens
         nodes, rank = self._cluster.prefills.node_ids, self._cluster.prefills.rank
         decode, rest_s = self._partner(nodes[first])
@@ -317,8 +310,8 @@ class Options:
         return row, decode
 
     def _first(self) -> tuple[int, float, Column]:
-        """The prefill worker that the policy prefers, its cost, and the costs of all workers.
-        Workers that cannot be chosen have an infinite cost."""
+        """The row of the prefill worker that the policy prefers, the least cost, and all costs. A
+        worker that cannot be chosen has an infinite cost (except with the policy `random`)."""
         pool, config, policy = self._cluster.prefills, self._config, self._policy
         is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
         if pool.full:
@@ -338,7 +331,7 @@ class Options:
             row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
             return row_of[at_random(self._request.request_id, list(row_of))], 0.0, cost_s
         start_s = self._terms.start_s
-        # A lower cost for all requests must not break the TTFT limit of this request.
+        # The worker of least cost to all requests must not break the TTFT limit of this request.
         if (policy.spares_others or warming_up) and (
             start_s.item(start_s.argmax()) > self.ttft_limit_s
         ):
@@ -356,11 +349,9 @@ class Options:
         return first, least_s, cost_s
 
     def _partner(self, node_id: str) -> tuple[int, float]:
-        """The best decode worker for prefill workers of this node, as its row and the least
-        handover + n x tbt.
-
-        Equal costs are ordered by load. Decode workers of the same node lead by one request.
-        """
+        """The row of the best decode worker for prefill workers of this node, and the least
+        handover + n x tbt. Equal workers are ordered by their number of requests, where a decode
+        worker on this node counts as having one request less."""
         pool, request = self._cluster.decodes, self._request
         path, prompt_tokens = pool.path(node_id), request.prompt_tokens
         costs_s = pool.costs_s(path, prompt_tokens, self._spread)
@@ -370,7 +361,7 @@ class Options:
         return row, self._spread * costs_s.item(least)
 
     def _least(self, costs_s: Column, path: Path) -> tuple[int, int]:
-        """The rows of the decode worker of least cost, and of the first among its equals."""
+        """Two rows: the decode worker of least cost, and the first in order among its equals."""
         pool, least = self._cluster.decodes, int(costs_s.argmin())
         limit_s = costs_s.item(least) * (1 + self._config.tie_ratio)
         rows = (costs_s <= limit_s).nonzero()[0]
@@ -427,7 +418,7 @@ class Options:
         )
 
     def second_fetch_node(self, chosen: PrefillOption) -> str | None:
-        """A second node that could send the blocks that this worker fetches."""
+        """A node to fetch the blocks from if the chosen source fails; None: no such node."""
         if chosen.source is None:
             return None
         held, own_blocks = self._plans.held, chosen.local_blocks
@@ -483,8 +474,8 @@ class Options:
 def _fits(worker: WorkerState, load: DecodeLoad, tokens: int) -> bool:
     """Whether a request of `tokens`, its longest answer included, fits beside this load."""
     pages = blocks_touched(tokens, worker.info.block_tokens)
-    # Loads are forecasts and thus fractions, so 3.999 of 4 slots count as 4. The worker itself
-    # enforces its limit, and queues a request that finds no free slot.
+    # Forecast loads are fractions, so 3.999 of 4 slots count as 4. The worker itself enforces its
+    # limit, and queues a request that finds no free slot.
     has_slot = round(load.sequences) < worker.info.slots_max
     return has_slot and load.pages + pages <= worker.info.pages_max
 
