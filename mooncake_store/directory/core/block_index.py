@@ -1,8 +1,8 @@
 """Index of all holders: block key -> its ready copies.
 
-Most keys have one copy, so the value is that copy itself. A key with several copies has a tuple,
-DRAM before SSD. The start of a hot prefix is on every node, and every request looks it up. So the
-answer for a key with many copies is cached, and updated with each added or removed copy.
+A holder is the DRAM or the SSD of a storage node. Most keys have one copy, so the value is that
+copy itself. A key with several copies has a tuple, DRAM before SSD. The start of a hot prefix is on
+every node, and every request looks it up. So the answer for a key with many copies is cached.
 
 Not here: when copies are added and removed (copies.py).
 """
@@ -16,12 +16,12 @@ from itertools import islice
 from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder
 from mooncake_store.records.blocks import BlockPage, Copy
 
-_made = tuple.__new__
-KEPT_FROM = 8  # the least copies of a key for a cached answer; fewer are converted quickly
+_made = tuple.__new__  # creates a NamedTuple in half the time of its constructor
+KEPT_FROM = 8  # copies of a key from which on its answer is cached; fewer are converted quickly
 
 
 class SeveralCopies(tuple[HeldCopy, ...]):
-    """All ready copies of one key. The record of a ready copy never changes."""
+    """All ready copies of one key, at least two. The record of a ready copy never changes."""
 
     answer: tuple[Copy, ...] = ()  # cached answer to a lookup; empty if not cached
 
@@ -41,7 +41,7 @@ def records_of(held: Held | None) -> tuple[Copy, ...]:
         size_class, row = held.size_class, held.row
         columns = size_class.columns
         use = size_class.node_id, columns.slot[row], columns.generation[row], columns.checksum[row]
-        return (_made(Copy, (*use, held.size_bytes)),)  # half the time of Copy(...)
+        return (_made(Copy, (*use, held.size_bytes)),)
     if held is None:
         return ()
     if held.answer:
@@ -53,13 +53,13 @@ def records_of(held: Held | None) -> tuple[Copy, ...]:
 
 
 def hash_all(keys: Iterable[bytes]) -> None:
-    """Compute the hashes of many keys before the lookups; Python caches the hash of a `bytes`. The
-    remaining cost of a lookup is memory latency, which the CPU then overlaps."""
+    """Compute the hashes of many keys, which Python caches in each `bytes`. Lookups that follow
+    only wait for memory, and the CPU overlaps the waits of consecutive lookups."""
     deque(map(hash, keys), maxlen=0)
 
 
 def _with_answer(held: Held, start: int, end: int, instead: tuple[HeldCopy, ...]) -> SeveralCopies:
-    """These copies with `instead` in the range [start, end), and the cached answer likewise."""
+    """The copies of `held`, with `instead` in place of [start, end); the cached answer likewise."""
     before = copies_of(held)
     after = SeveralCopies((*before[:start], *instead, *before[end:]))
     if isinstance(held, SeveralCopies) and held.answer and len(after) >= KEPT_FROM:
@@ -69,8 +69,8 @@ def _with_answer(held: Held, start: int, end: int, instead: tuple[HeldCopy, ...]
 
 
 class BlockIndex:
-    """The index. At ten million keys, its dict is the largest object in the process. Copies that
-    are being written are not indexed; their holder has them."""
+    """The index. At ten million keys, its dict is the largest object in the process. It has ready
+    copies only, ephemeral ones included. Copies in other states are in their holder."""
 
     def __init__(self) -> None:
         self.held: dict[bytes, Held] = {}  # read by other modules, written only here
@@ -100,7 +100,7 @@ class BlockIndex:
         self.held[copy.key] = left if len(left) > 1 else left[0]
 
     def on(self, key: bytes, holder: Holder) -> HeldCopy | None:
-        """The ready copy of `key` on this holder."""
+        """The ready copy of `key` on this holder, or None."""
         held = self.held.get(key)
         if held is None:
             return None
@@ -136,16 +136,16 @@ class BlockIndex:
         return list(map(self.held.get, keys))
 
     def announced(self) -> Iterator[tuple[bytes, tuple[str, ...]]]:
-        """(key, node ids) without ephemeral copies, for replicas of the index."""
+        """(key, node ids) of each key with copies that are not ephemeral."""
         for key, held in self.held.items():
             nodes = tuple(copy.node_id for copy in copies_of(held) if not copy.is_ephemeral)
             if nodes:
                 yield key, nodes
 
     def page(self, first: int, blocks_max: int) -> BlockPage:
-        """The announced blocks among `blocks_max` keys from number `first` on. True: fewer keys
-        were left. Removals shift the numbers, so a later page may omit blocks. Skipping an earlier
-        key takes 10 ns."""
+        """The blocks among `blocks_max` keys from position `first`, without ephemeral copies. True:
+        these were the last keys. Removals shift the positions, so later pages may omit blocks.
+        Skipping one earlier key takes 10 ns."""
         chosen = list(islice(self.held.items(), first, first + blocks_max))
         page = []
         for key, held in chosen:

@@ -1,16 +1,16 @@
-"""Table of all copies: the only module that changes the state of a copy.
+"""Table of all copies, and everything that must change together with a copy.
 
-The life of a copy: reserve (a slot, in state writing) -> publish (ready, indexed, announced) ->
-remove. Each step keeps the index, the holder, the leases, the pins, the quotas and the event log
-consistent. The verbs that call these steps are in directory.py.
+A copy is a block in a slot of a holder (the DRAM or the SSD of a node). `reserve` creates it in
+state writing, Holder.publish and `show` make it ready, and `remove` ends it. Each step keeps the
+index, the holder, the leases, the pins, the quotas and the event log consistent.
 
 Eviction: room for a block comes from the coldest idle block of the same size. Without such a block,
-other sizes release slabs whose blocks are all idle.
+soft-pinned blocks of this size are next. Then other sizes release slabs (adjacent slots) in which
+all blocks are idle. An idle block has neither a lease nor a hard pin.
 
-Spilling runs ahead of eviction. Once a segment is fuller than spill_fraction, its coldest idle
-blocks without a copy on the node's SSD are written to the SSD. A block that is evicted later is
-then on the SSD already, so eviction never waits for a write. When blocks arrive faster than the SSD
-writes, some blocks are evicted without it: a cache may lose a block, but a request must not wait.
+Spilling precedes eviction. When DRAM is fuller than spill_fraction, its coldest idle blocks are
+copied to the node's SSD. Their later eviction loses nothing and waits for no write. If blocks
+arrive faster than the SSD writes, some are evicted without an SSD copy, so that no request waits.
 
 Not here: verbs and their errors (directory.py), the index (block_index.py), eviction (eviction/).
 """
@@ -44,21 +44,21 @@ from mooncake_store.records.blocks import (
 )
 from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, NodeDown
 
-# Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. The server's
-# epoch is its start time in milliseconds, so a restarted directory grants new generations as long
-# as it grants fewer than 10**9 per second. If the clock was set back, the generations that nodes
-# report in their inventories move the counter forward (outgrow).
+# Generations start at epoch * GENERATIONS_PER_EPOCH and count up over all nodes. An epoch is a
+# start time in milliseconds. So the generations of a restarted directory are new if the earlier one
+# granted fewer than 10**9 per second. If the clock was set back, `outgrow` moves the counter above
+# the generations in the inventories of the nodes.
 
-# Quarantine of a corrupt copy's slot: a reader may learn late that its lease ended.
+# From a corrupt copy's last lease until its slot is free: a read may outlive its lease shortly.
 BAD_QUARANTINE_S = 2.0
 LOOK_AGAIN_S = 1e-4  # pause after a failed slab search, per idle block; visiting one takes 1e-6 s
-_made = tuple.__new__
+_made = tuple.__new__  # creates a NamedTuple in half the time of its constructor
 SPILLS_LOOKED_AT_MAX = 512  # coldest blocks of one size examined per call of spill
 
 
 @dataclass(slots=True)
 class DirectoryTotals:
-    """Counters of one epoch."""
+    """Counters since the start of this epoch; DirectoryStats describes them."""
 
     lookups: int = 0
     lookup_blocks: int = 0
@@ -71,7 +71,7 @@ class DirectoryTotals:
 
 
 class CopyTable:
-    """All copies, and all state that must change together with a copy."""
+    """All copies of all holders. `now_s` is the time of the last `advance`, in seconds."""
 
     def __init__(self, epoch: int, config: DirectoryConfig) -> None:
         self.epoch, self.config = epoch, config
@@ -96,8 +96,8 @@ class CopyTable:
         kind: CopyKind = CopyKind.COMMITTED,
         tenant: str = "",
     ) -> HeldCopy | None:
-        """`reserve_chain` for one key that counts for `tenant`; None without room. QuotaExceeded
-        when the quota is full and evicting the tenant's own idle blocks does not suffice."""
+        """`reserve_chain` for one key that counts for `tenant`; None without room. QuotaExceeded:
+        the quota is full, and evicting the tenant's own idle blocks does not suffice."""
         assert key not in holder.writing, f"{key.hex()} is being written already"
         self.make_tenant_room(tenant, size_bytes)
         copies = self.reserve_chain(holder, [key], owner, size_bytes, kind)
@@ -106,7 +106,7 @@ class CopyTable:
         return copies[0] if copies else None
 
     def make_tenant_room(self, tenant: str, size_bytes: int) -> None:
-        """Evict the tenant's own blocks until `size_bytes` fit; QuotaExceeded when they cannot."""
+        """Evict idle blocks of `tenant` until `size_bytes` fit its quota, or raise QuotaExceeded."""
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
 
@@ -122,9 +122,10 @@ class CopyTable:
         until_s: float,
         tenant: str,
     ) -> list[Slot | None]:
-        """A leased slot for each key that has no copy in `there` and is not being written; None for
-        the other keys. The result ends before the first key without room. `first`: depth of keys[0]
-        in the owner's chain. QuotaExceeded: the tenant has no room for keys[0]."""
+        """A leased slot for each key that is not being written and has no copy in `there` (the
+        holder's copy per key, or None); None for the other keys. The result ends before the first
+        key without room. `first`: position of keys[0] among the blocks of the owner's prompt.
+        QuotaExceeded: the tenant has no room for keys[0]."""
         writing, epoch = holder.writing, self.epoch
         is_limited, made = self.tenants.are_limited, dict[bytes, HeldCopy]()
         if not is_limited:
@@ -152,7 +153,7 @@ class CopyTable:
         for depth, (key, held) in enumerate(zip(keys, there, strict=True), first):
             copy = made.pop(key, None)
             if is_limited and held is None and key not in writing:
-                # One key at a time: room for the tenant may first need an eviction of its blocks.
+                # One key at a time: each may first need an eviction of the tenant's own blocks.
                 try:
                     copy = self.reserve(holder, key, owner, size_bytes, kind, payers[key])
                 except QuotaExceeded:
@@ -171,8 +172,8 @@ class CopyTable:
     def reserve_chain(
         self, holder: Holder, keys: Sequence[bytes], owner: str, size_bytes: int, kind: CopyKind
     ) -> list[HeldCopy]:
-        """Reserve slots for as many of these keys as there is room for, counting for no tenant. The
-        copies count one lease each, which the caller enters in the lease table."""
+        """Reserve slots for the leading keys that have room; no quota counts them. Each copy has a
+        lease count of 1, and the caller must add this lease to the lease table."""
         pool, units = holder.pool, holder.pool.units_for(size_bytes)
         size_class = holder.size_class(units)
         slots = pool.take_many(units, len(keys))
@@ -208,8 +209,8 @@ class CopyTable:
         size_bytes: int,
         kind: CopyKind,
     ) -> list[HeldCopy]:
-        """Evict the coldest idle blocks of this size and reuse their slots and rows for these keys.
-        This is the usual path in a full memory."""
+        """Evict the coldest idle blocks of this size, and reuse their slots and their rows in
+        ColumnStore for these keys. This is the usual path when the memory is full."""
         holder, columns = size_class.holder, size_class.columns
         generations, checksums = columns.generation, columns.checksum
         held, made, generation = self.blocks.held, [], self.next_generation
@@ -238,7 +239,7 @@ class CopyTable:
         return made
 
     def show(self, copies: Sequence[HeldCopy]) -> None:
-        """Index copies that are ready, announce those that are not ephemeral, and apply pins."""
+        """Index ready copies, announce those that are not ephemeral, and pin those with a pin."""
         known, events = self.blocks.held.setdefault, []
         for copy in copies:
             if known(copy.key, copy) is not copy:
@@ -252,7 +253,8 @@ class CopyTable:
             copy.holder.mark_pin(copy, self._possible(copy, self.pins.get(copy.key)))
 
     def adopt(self, holder: Holder, block: InventoryBlock) -> bool:
-        """Take over a block of an inventory. False: this holder has the block, or no such slot."""
+        """Index a block that a holder had before it registered. False: the holder has another copy
+        of the block, or the slot is in use or does not exist."""
         units = holder.pool.units_for(block.size_bytes)
         if self.blocks.on(block.key, holder) is not None or block.key in holder.writing:
             return False
@@ -275,7 +277,7 @@ class CopyTable:
         return True
 
     def outgrow(self, generation: int) -> None:
-        """Move the counter above a generation that a holder already uses."""
+        """Make all later generations larger than this one, which a holder already uses."""
         assert generation < GENERATION_MAX, generation
         self.next_generation = max(self.next_generation, generation + 1)
 
@@ -286,7 +288,7 @@ class CopyTable:
     # ---- room
 
     def _make_room(self, size_class: SizeClass) -> bool:
-        """Without idle copies of this size: evict a soft-pinned one or other sizes. False: none."""
+        """Evict a soft-pinned copy of this size, or else slabs of other sizes. False: nothing."""
         holder = size_class.holder
         if soft := size_class.soft.take_coldest(1):
             self.evict(self._on(soft[0], holder))
@@ -296,11 +298,11 @@ class CopyTable:
     def _free_slabs(self, holder: Holder, units: int) -> bool:
         """Evict all blocks of adjacent slabs of other sizes, so that a slot of `units` fits there.
 
-        Only slabs whose blocks are all idle qualify. The size with the most idle memory comes
-        first, and within a size the coldest block; soft-pinned blocks come last. Nothing is evicted
-        unless the adjacent slabs are large enough. The search visits every idle block, because one
-        size rarely takes memory from another. After a failure the next search on this holder waits
-        LOOK_AGAIN_S per idle block, so that a size without room cannot keep the directory busy.
+        Only slabs whose blocks are all idle qualify. The size with the most idle memory is emptied
+        first, and within a size the slab with the coldest block. Slabs in which all blocks are
+        soft-pinned are last. False: the slabs are too small, and nothing was evicted.
+        The search visits every idle block of the holder, but is rarely needed. After a failure, the
+        next search waits LOOK_AGAIN_S per idle block, so that searches cannot delay all requests.
         """
         if self.now_s < holder.look_again_s:
             return False
@@ -337,7 +339,7 @@ class CopyTable:
             self.tenants.used(copy)
 
     def evict(self, copy: HeldCopy) -> None:
-        """Remove an idle copy to make room."""
+        """Remove an idle copy to make room, and count the eviction."""
         assert copy.leases == 0, f"{copy.key.hex()} is leased and must not be evicted"
         copy.holder.evictions += 1
         self.totals.evictions += 1
@@ -350,16 +352,16 @@ class CopyTable:
     ) -> list[Spill]:
         """Reserve SSD slots for cold DRAM blocks, leased to `owner`; stops if the SSD has no room.
 
-        The block in DRAM gets no lease, because a lease would make a cold block the most recent
-        one. The block may therefore be evicted and overwritten while the node writes it to the SSD.
-        Its slot header then has another generation after the write, and the node abandons the copy.
+        The block in DRAM gets no lease, because a lease would make it the most recently used one.
+        So the block may be evicted and overwritten while the node writes it to the SSD. The node
+        then finds another generation in the DRAM slot's header, and abandons the SSD slot.
         """
         chosen = self._spillable(dram, ssd, blocks_max)
         if not chosen:
             return []
         self.leases.refuse_too_many(owner, len(chosen))
         spills: list[Spill] = []
-        # The coldest block is the deepest: it becomes idle first.
+        # The coldest block gets the greatest depth. So it is idle first and stays the coldest.
         for depth, copy in enumerate(reversed(chosen)):
             if not self._tenant_has_room(copy):  # earlier blocks have filled the quota
                 continue
@@ -415,8 +417,8 @@ class CopyTable:
         self.tenants.discharge(copy)
 
     def reject(self, copy: HeldCopy) -> None:
-        """A ready copy is corrupt: remove it from the index and from the tenant's quota. Its slot
-        is freed at once without a lease, else after the last lease and a quarantine."""
+        """Remove a corrupt ready copy from the index and from its tenant's usage. A leased copy
+        keeps its slot until BAD_QUARANTINE_S after its last lease."""
         self.totals.bad_copies += 1
         if not copy.leases:
             self.remove(copy)
@@ -426,7 +428,8 @@ class CopyTable:
         copy.holder.reject(copy)
 
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
-        """Remove the copies that have no lease any more, or make them idle. Deepest first."""
+        """Of the copies without a lease, make the ready ones idle; remove writing, corrupt and
+        ephemeral ones. The end of a prompt comes first, because what is idle first is colder."""
         writing, bad, ephemeral = CopyState.WRITING, CopyState.BAD, CopyKind.EPHEMERAL
         idle: list[HeldCopy] = []
         for copy in copies:
@@ -445,7 +448,7 @@ class CopyTable:
             self.tenants.used(copy)
 
     def lose(self, holder: Holder) -> None:
-        """Forget all copies of a holder that is gone together with its memory."""
+        """Forget all copies of a holder whose memory is gone, and announce NodeDown."""
         for copy in list(self.of(holder)):
             self._forget(copy)
             copy.state = CopyState.GONE
@@ -465,7 +468,7 @@ class CopyTable:
         yield from (copy for copy in holder.pinned.values() if copy.leases == 0)
 
     def listed(self, holder: Holder, only_here: bool) -> Iterator[HeldCopy]:
-        """Ready copies, not ephemeral; `only_here`: without another copy on the same tier."""
+        """Ready copies, not ephemeral. `only_here`: only those without a copy on the same tier."""
         for copy in self.of(holder):
             others = copies_of(self.blocks.held[copy.key]) if only_here else ()
             tiers = [other.holder.info.tier for other in others if other is not copy]
@@ -482,7 +485,7 @@ class CopyTable:
     # ---- uses
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """Record reads without a lookup, in this order. Unknown keys count as misses."""
+        """Record reads of these keys without a lookup, in this order. Unknown keys are misses."""
         hits = [held for key in keys if (held := self.blocks.held.get(key)) is not None]
         self.totals.lookup_blocks += len(keys)
         self.totals.hit_blocks += len(hits)
@@ -497,7 +500,7 @@ class CopyTable:
     # ---- pins
 
     def _possible(self, copy: HeldCopy, pin: Pin) -> Pin:
-        """The pin that this copy can get: a hard pin beyond hard_pin_fraction_max becomes soft."""
+        """`pin`, or a soft pin where hard pins would exceed hard_pin_fraction_max of the holder."""
         holder = copy.holder
         allowed = holder.pool.units * self.config.hard_pin_fraction_max
         is_hard = pin is Pin.HARD and copy.pin is not Pin.HARD
@@ -505,7 +508,7 @@ class CopyTable:
         return Pin.SOFT if is_too_much else pin
 
     def set_pin(self, key: bytes, pin: Pin) -> bool:
-        """Pin the ready copies of `key`, if any. False: a hard pin became soft on some holder."""
+        """Pin the ready copies of `key`, if any. False: on some holder only a soft pin was set."""
         done = True
         for copy in copies_of(self.blocks.held.get(key)):
             possible = self._possible(copy, pin)
@@ -517,7 +520,7 @@ class CopyTable:
     # ---- time
 
     def advance(self, now_s: float) -> None:
-        """End the leases and the soft pins that are due."""
+        """Set the time, and end the leases and the soft pins that are due."""
         assert now_s >= self.now_s, f"the clock moved back from {self.now_s} to {now_s}"
         self.now_s = now_s
         while (owner := self.leases.due(now_s)) is not None:
@@ -527,7 +530,7 @@ class CopyTable:
                 self.set_pin(key, Pin.NONE)
 
     def check(self, holders: Iterable[Holder]) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
         for part in (self.blocks, self.leases, self.events, self.pins, self.tenants):
             part.check()
         counts = self.leases.counts()

@@ -1,27 +1,28 @@
 """Directory of all blocks, copies, leases, storage nodes and workers: the source of truth.
 
-The life of a block: allocate (a slot in state writing, leased to its writer) -> write -> commit
-with a checksum (ready, announced) -> lookup (leased to readers) -> idle without leases -> evicted.
-An expired lease ends like a released one.
+A node's DRAM and SSD register separately, as node ids "s0" and "s0/ssd": each is a *holder*.
+A writer allocates a slot on a holder (state writing, leased to the writer), fills it, and commits
+it with a checksum (ready, announced). Lookups lease the copy to readers. Without leases the copy is
+idle and may be evicted. Each use of a slot has a number, its *generation*, which only grows. Each
+start of the directory has an *epoch*.
 
 Faults are made harmless instead of being prevented:
-1. Vanished writer: a lease expired, or a slot was released without a commit. A transfer may still
-   be in flight, so the slot is quarantined. `abandon` confirms that no transfer is in flight, and
-   the slot is free at once.
+1. Vanished writer: its lease has expired, or was released without a commit. A transfer may still be
+   in flight, so the slot is quarantined. `abandon` confirms that none is; the slot is free at once.
 2. Late commit: its generation is not current any more. The commit is rejected and changes nothing.
-3. Late reader: it finds another generation or checksum, which is a miss, and reports `drop_copy`.
-   The copy is removed from the index, and its slot is freed soon after the last lease on it.
-4. Restarted storage node: the copies of its earlier incarnation are removed. The new one reports
-   what it still has (its SSD) as its inventory.
+3. Late or failed read: the reader finds another generation or checksum, counts a miss, and calls
+   `drop_copy`. If that copy is still listed, it is removed from the index. Its slot is freed soon
+   after its last lease.
+4. Restarted storage node: the copies of its earlier incarnation (process) are removed. The new
+   incarnation reports the blocks that are left (those on its SSD) as its inventory.
 5. Restarted directory: it starts empty and adopts the inventories of the nodes (`adopt`). It
-   rejects grants of earlier epochs (EpochPassed) and quarantines slots whose writer has begun.
+   rejects grants of earlier epochs (EpochPassed) and quarantines slots that were being written.
 
-Ephemeral copies (the partial last block of a prompt) are never announced and never idle. They are
-freed with their last lease.
+Ephemeral copies (such as the partial last block of a prompt) are never announced and never idle.
+They are freed with their last lease.
 
-Purity: no clock, no I/O, no randomness, so a simulator can drive this class. Every verb takes
-`now_s` and first ends the leases that are due; `tick` removes silent nodes and workers. Memory is
-bounded by the units and by DirectoryConfig.
+Purity: no clock, no I/O, no randomness, so a simulator can drive this class. A verb takes `now_s`
+(seconds of a monotonic clock) and first ends the leases that are due.
 
 Not here: creation and removal of copies (copies.py), the rules of each verb (leases.py, tenants.py,
 inventory.py), eviction (eviction/), liveness (nodes.py, workers.py), sockets.
@@ -58,16 +59,16 @@ from mooncake_store.records.events import Event, FrontendNoted, NodeUp, Snapshot
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo, WorkerInfo, WorkerReport
 from mooncake_store.records.status import DirectoryStats
 
-INVENTORY_BLOCKS_MAX = 100_000_000
+INVENTORY_BLOCKS_MAX = 100_000_000  # blocks in the inventory of one holder
 
 
 class Directory:
-    """key -> copies, over all storage nodes."""
+    """Map of block key -> copies over all holders, with leases, pins and quotas. For one thread."""
 
     def __init__(
         self, epoch: int, config: DirectoryConfig | None = None, begin_s: float = 0.0
     ) -> None:
-        """`begin_s`: time for a writer to begin (see Allocation); positive where elections are."""
+        """`begin_s`: seconds for a writer to mark its slots, see Allocation; 0: no elections."""
         assert epoch >= 0
         self.epoch, self.begin_s = epoch, begin_s
         self.config = config or DirectoryConfig()
@@ -80,8 +81,8 @@ class Directory:
     # A node registers, reports every second, and is removed when it is silent for node_ttl_s.
 
     def register_node(self, info: NodeInfo, now_s: float) -> int:
-        """Register a node; returns the epoch. A new incarnation replaces the old, whose copies are
-        removed. RequestInvalid, StoreFull: this node may not register."""
+        """Register a holder; returns the epoch. A new incarnation replaces the earlier one, whose
+        copies are removed. RequestInvalid, StoreFull: this holder may not register."""
         self._copies.advance(now_s)
         if self._nodes.alive(info.node_id, info.incarnation, now_s):
             return self.epoch  # repeated registration: the copies stay valid
@@ -93,8 +94,8 @@ class Directory:
         return self.epoch
 
     def node_report(self, node_id: str, incarnation: str, now_s: float, epoch: int = 0) -> bool:
-        """Record that the node is alive. False: it is not registered (any more) and must register.
-        EpochPassed when the node registered with an earlier directory; it must register as well."""
+        """Record that the node is alive. False: the node is not registered (any more). EpochPassed:
+        it registered with an earlier directory, of `epoch`. In both cases it must register."""
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
         return self._nodes.alive(node_id, incarnation, now_s)
@@ -112,8 +113,8 @@ class Directory:
         return [holder.info for holder in self._nodes]
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int, now_s: float) -> Geometry:
-        """The geometry of this node's slots; LayoutMismatch when not one such block fits. Clients
-        call it again after NodeNotAttached: the node or the directory has restarted."""
+        """The geometry of this node's slots; required before `allocate`, and again after
+        NodeNotAttached. LayoutMismatch: the node is smaller than one block of `block_bytes`."""
         self._copies.advance(now_s)
         return self._nodes.attach(node_id, fingerprint, block_bytes)
 
@@ -130,13 +131,13 @@ class Directory:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        """A new slot for each key that this node neither stores nor has in writing.
+        """A new slot, leased to `owner`, for each key that this node neither stores nor is writing.
 
-        `keys` are consecutive blocks of a chain, each of `size_bytes` (0: the size of the worker
-        that attached first). Blocks already stored are leased to `owner` too, so that they are not
-        evicted for the others. The grant stops at the first key without room, because blocks after
-        a hole in a chain cannot be found. A node that drains or is not open grants and leases
-        nothing. The blocks count for `tenant`, or else for the tenant of their other copies.
+        `keys` are consecutive blocks of a prompt, each of `size_bytes` (0: the size of the worker
+        that attached first). Stored blocks are leased to `owner` too, so that the new blocks do not
+        evict them. The grant stops at the first key without room, because blocks after a hole in a
+        prompt cannot be found. A node that drains, or whose inventory is incomplete, grants and
+        leases nothing. The blocks count for `tenant`; "": for the tenant of their other copies.
         QuotaExceeded: the tenant has no room for keys[0]. NodeNotAttached, StoreFull (leases).
         """
         table = self._copies
@@ -177,10 +178,10 @@ class Directory:
     ) -> list[bool]:
         """Commit written blocks (key, slot, generation, checksum), which stay leased to `owner`.
 
-        False, without any change: the slot does not belong to this owner (any more). lease_s = 0
-        ends the lease of these copies. EpochPassed when an earlier directory granted the slots
-        (`epoch`; 0: unknown). RequestInvalid when all commits are mistakes that no delay can
-        explain: the block was committed before, or never allocated.
+        False for a block whose slot does not belong to this owner (any more). If lease_s is 0, the
+        committed copies lose their leases. Else all leases of `owner` are extended. EpochPassed: an
+        earlier directory, of `epoch`, granted the slots (0: unknown). RequestInvalid: every block
+        was committed before, or was never allocated.
         """
         table = self._copies
         table.advance(now_s)
@@ -221,8 +222,8 @@ class Directory:
     ) -> ReservedCommit:
         """Commit (key, slot, generation, checksum) of blocks in slots that `owner` has reserved.
         The blocks become ready, without a lease. Then up to `slots` more slots of `size_bytes` each
-        are reserved without a key, and the lease of all slots reserved by `owner` is renewed. A
-        node that is unknown or not open refuses all of this."""
+        are reserved without a key, and all leases of `owner` are renewed. A node that is unknown,
+        or whose inventory is incomplete, rejects all of this."""
         table = self._copies
         table.advance(now_s)
         self._refuse_epoch(epoch)
@@ -238,9 +239,9 @@ class Directory:
         return ReservedCommit(tuple(verdicts), is_held, most, tuple(new), self.epoch, self.begin_s)
 
     def _refuse_epoch(self, epoch: int) -> None:
-        """Reject a request about a grant of another directory; `epoch` 0: unknown. Elected epochs
-        only grow, so a later epoch proves that this directory no longer leads. Without elections,
-        epochs are wall-clock times, and another epoch counts as an earlier one."""
+        """Raise an error if another directory, of `epoch`, made the grant in question; 0: unknown.
+        Elected epochs only grow, so a later epoch proves that this directory no longer leads.
+        Without elections, epochs are wall-clock times, and another epoch counts as earlier."""
         if epoch in (0, self.epoch):
             return
         is_elected = self.begin_s > 0
@@ -254,7 +255,7 @@ class Directory:
         )
 
     def _refuse_misuse(self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]]) -> None:
-        """Raise RequestInvalid when every one of these commits is a mistake of the caller."""
+        """Raise RequestInvalid if all of these commits are errors that no delay can explain."""
         table, holder = self._copies, self._nodes.get(node_id)
         mistakes = []
         for key, slot, generation, _ in blocks:
@@ -270,7 +271,7 @@ class Directory:
 
     def abandon(self, slots: Sequence[Slot], owner: str, now_s: float) -> int:
         """Free slots that `owner` will not commit and that have no transfer in flight. Returns the
-        number of freed slots; other slots of the list are ignored."""
+        number of freed slots. Slots that `owner` is not writing are ignored."""
         self._copies.advance(now_s)
         abandoned = {slot[:3] for slot in slots}
         writing = [
@@ -291,8 +292,8 @@ class Directory:
         now_s: float,
         prefix_only: bool = True,
     ) -> list[tuple[Copy, ...]]:
-        """The ready copies of each key up to the first key without one, leased to `owner`.
-        lease_s=0 only records a use. prefix_only=False: one entry per key, which may be empty."""
+        """The ready copies of each key, leased to `owner`, up to the first key without a copy.
+        lease_s=0 records a use without a lease. prefix_only=False: an entry per key, perhaps ()."""
         table = self._copies
         table.advance(now_s)
         found: Sequence[Held | None]
@@ -316,9 +317,7 @@ class Directory:
 
     def exist(self, keys: bytes, now_s: float) -> bytes:
         """Whether each of these keys (16 bytes each, joined) has a copy: one byte per key, 0 or 1.
-
-        Neither a lease nor a use. Keys are joined so that neither side creates an object per key.
-        """
+        The call records no lease and no use. Joined keys save the client an object per key."""
         self._copies.advance(now_s)
         return bytes(map(self._copies.blocks.held.__contains__, split_keys(keys)))
 
@@ -328,7 +327,8 @@ class Directory:
         self._copies.used(split_keys(keys))
 
     def drop_copy(self, key: bytes, node_id: str, generation: int, now_s: float) -> bool:
-        """Reject a missing or corrupt copy. False: this generation is not the current copy."""
+        """Remove a copy that a reader found missing or corrupt. False: this node has no copy of the
+        block with this generation."""
         self._copies.advance(now_s)
         holder = self._nodes.get(node_id)
         copy = self._copies.blocks.on(key, holder) if holder else None
@@ -338,8 +338,8 @@ class Directory:
         return True
 
     def remove(self, keys: Sequence[bytes], now_s: float, node_id: str = "") -> list[bool]:
-        """Remove all copies of these keys, or those on `node_id`, pinned or not. False: leased
-        copies stay; call again when they are released. True also for a key without copies."""
+        """Remove the copies of these keys on all nodes, or on `node_id`, even if pinned. False for
+        a key of which a leased copy stays. True also for a key without copies."""
         self._copies.advance(now_s)
         gone = []
         for key in keys:
@@ -354,15 +354,15 @@ class Directory:
     # ---- leases
 
     def renew(self, owner: str, lease_s: float, now_s: float, epoch: int = 0) -> bool:
-        """Extend all leases of `owner`. False: it has no leases (any more). EpochPassed when an
-        earlier directory granted them."""
+        """Extend all leases of `owner`. False: `owner` has no leases (any more). EpochPassed: an
+        earlier directory, of `epoch`, granted them."""
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
         leases = self._copies.leases
         return leases.renew(owner, leases.deadline_s(now_s, lease_s))
 
     def release(self, owner: str, now_s: float) -> bool:
-        """End all leases of `owner`; its uncommitted slots are quarantined. False: no leases."""
+        """End all leases of `owner`; its uncommitted slots are quarantined. False: it had none."""
         self._copies.advance(now_s)
         is_known = owner in self._copies.leases
         self._copies.unleased(self._copies.leases.release(owner))
@@ -371,12 +371,12 @@ class Directory:
     # ---- workers
 
     def register_worker(self, info: WorkerInfo, now_s: float) -> None:
-        """FingerprintMismatch: its KV does not match that of another live worker."""
+        """Register a worker. FingerprintMismatch: its KV is not valid on another live worker."""
         self._copies.advance(now_s)
         self._copies.events.extend(self._workers.register(info, now_s))
 
     def worker_report(self, report: WorkerReport, now_s: float) -> bool:
-        """False: the worker is not registered here (any more) and must register."""
+        """Record and announce the report. False: the worker is not registered and must register."""
         self._copies.advance(now_s)
         events = self._workers.report(report, now_s)
         self._copies.events.extend(events)
@@ -395,7 +395,7 @@ class Directory:
     # ---- frontends
 
     def note_routed(self, frontend: str, number: int, notes: bytes, now_s: float) -> None:
-        """Forward a frontend's notes to all subscribers of the events."""
+        """Announce the requests that a frontend routed (`notes`) to all subscribers of events."""
         self._copies.advance(now_s)
         self._copies.events.append(FrontendNoted(frontend, number, notes))
 
@@ -421,7 +421,7 @@ class Directory:
         )
 
     def index_page(self, first: int, blocks_max: int, now_s: float) -> BlockPage:
-        """See BlockIndex.page."""
+        """A page of (key, copies), and whether it is the last; see BlockIndex.page."""
         self._copies.advance(now_s)
         return self._copies.blocks.page(first, blocks_max)
 
@@ -457,12 +457,13 @@ class Directory:
         now_s: float,
         epoch: int = 0,
     ) -> int:
-        """Adopt an inventory: (key, slot, generation, checksum, size_bytes, state) of each block.
+        """Adopt an inventory: (key, slot, generation, checksum, size_bytes, state) of each block
+        that the holder had before it registered.
 
-        The inventory may take several calls; the last one opens the holder. Returns the number of
-        adopted blocks, which is 0 before the last call. NodeUnknown when this incarnation is not
-        registered, EpochPassed when it registered with an earlier directory. Slots of blocks in
-        writing and of ephemeral blocks are quarantined (inventory.py).
+        The inventory may take several calls; the last call opens the holder for new blocks.
+        Returns the number of adopted blocks, which is 0 before the last call. NodeUnknown: this
+        incarnation is not registered. EpochPassed: it registered with an earlier directory.
+        Slots of unfinished and of ephemeral blocks are quarantined (inventory.py).
         """
         table = self._copies
         table.advance(now_s)
@@ -507,7 +508,7 @@ class Directory:
         epoch: int = 0,
     ) -> list[Spill]:
         """Blocks in the DRAM of `node_id` to copy to its SSD, with SSD slots leased to `owner`. []:
-        nothing to spill, or no room. NodeUnknown: the node or its SSD is not registered."""
+        nothing to copy, or no room. NodeUnknown: the node or its SSD is not registered."""
         table = self._copies
         table.advance(now_s)
         self._refuse_epoch(epoch)
@@ -527,22 +528,23 @@ class Directory:
     def blocks_on(
         self, node_id: str, blocks_max: int, only_here: bool, now_s: float
     ) -> list[tuple[bytes, Copy]]:
-        """Ready blocks of a node; `only_here`: those without a copy on another node of its tier."""
+        """Up to `blocks_max` ready blocks of a node, without ephemeral ones. `only_here`: only
+        those without a copy on another node of its tier (DRAM or SSD)."""
         self._copies.advance(now_s)
         found = self._copies.listed(self._nodes.registered(node_id), only_here)
         return [(copy.key, copy.record) for copy in islice(found, blocks_max)]
 
     def place(self, keys: Sequence[bytes], excluded: Sequence[str], now_s: float) -> list[str]:
-        """The node for each key (the first of a chain); "" when no node takes blocks. Placement is
-        by free memory with a slow start for new nodes: see nodes.py."""
+        """The node that should store the prompt that begins with each key; "": no node takes
+        blocks. Nodes with more free memory get more prompts, new nodes fewer (nodes.py)."""
         self._copies.advance(now_s)
         without = set(excluded)
         return [self._nodes.placed(key, now_s, without) for key in keys]
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float, now_s: float) -> list[bool]:
-        """Pin all present and future copies of these keys: "soft" for ttl_s, "hard" until a later
-        call. False: on some holder hard pins exceed hard_pin_fraction_max, and the copy there got a
-        soft pin. RequestInvalid, StoreFull: no key has changed."""
+        """Pin all present and future copies of these keys: "soft" for ttl_s, "hard" until "none".
+        False for a key that got only a soft pin on a holder, because hard pins would exceed
+        hard_pin_fraction_max there. RequestInvalid, StoreFull: no key has changed."""
         table = self._copies
         table.advance(now_s)
         pin = table.pins.checked(keys, kind, ttl_s)
@@ -554,7 +556,7 @@ class Directory:
 
     @property
     def pins(self) -> PinTable:
-        """The pinned keys, for the journal that keeps them beyond this directory."""
+        """The pinned keys, for the journal in etcd that the next directory reads."""
         return self._copies.pins
 
     @property
@@ -562,7 +564,7 @@ class Directory:
         return self._copies.tenants
 
     def set_quota(self, tenant: str, quota_bytes: int, now_s: float) -> None:
-        """Limit the bytes that `tenant` may store over all holders; 0 removes the quota."""
+        """Limit the bytes that `tenant` may store on all holders together; 0 removes the quota."""
         self._copies.advance(now_s)
         self._copies.tenants.set_quota(tenant, quota_bytes)
 
@@ -578,7 +580,7 @@ class Directory:
         self._copies.events.extend(self._workers.expire(now_s))
 
     def check(self) -> None:
-        """Prove the invariants. Tests call it after every step."""
+        """Assert the invariants of all parts."""
         self._nodes.check()
         self._workers.check()
         self._copies.check(self._nodes)

@@ -2,16 +2,17 @@
 
 A holder is the DRAM segment or the SSD file of a storage node. A copy is first *writing* (its owner
 fills the slot), then *ready* (other requests may read it), then *gone*. A corrupt copy with leases
-is *bad* in between: it is not indexed, and its slot waits for the end of the leases. Except for bad
-copies, a holder has at most one copy of a block. A gone copy may stay in the lease table, so a copy
-carries its state. Another copy may use its row, so its slot, generation and checksum are void.
+is *bad* in between: it is not indexed, and keeps its slot until its leases end. Except for bad
+copies, a holder has at most one copy of a block. The lease table may still refer to a gone copy, so
+each copy has its state. The slot, generation and checksum of a gone copy are void, because another
+copy may use its row in ColumnStore.
 
 The copies of one size form a *size class* with its own order of eviction: room for a block comes
 from a block of the same size. Soft-pinned copies are in a second order, used when the first one is
 empty. Hard-pinned copies are in no order.
 
-Ten million copies must fit into 4 GiB. So slots, generations and checksums are in columns, only the
-index (block_index.py) is a dict of all keys, and owners are recorded only until a copy is ready.
+Ten million copies must fit into 4 GiB. So slots, generations and checksums are in columns, a holder
+has no dict of its ready copies, and owners are recorded only until a copy is ready.
 
 Not here: the index over all holders (block_index.py), leases, events (copies.py).
 """
@@ -32,7 +33,7 @@ from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.records.status import HolderStats
 
-_made = tuple.__new__
+_made = tuple.__new__  # creates a NamedTuple in half the time of its constructor
 
 
 class CopyState(Enum):
@@ -45,7 +46,7 @@ class CopyState(Enum):
 class CopyKind(Enum):
     """Origin of a copy, which also decides what happens at the end of its last lease."""
 
-    COMMITTED = "committed"  # committed, or being written for a commit
+    COMMITTED = "committed"  # committed, or allocated to be committed
     EPHEMERAL = "ephemeral"  # freed with its last lease
     ADOPTED = "adopted"  # from an inventory: stored before the node registered with this directory
     RESERVED = "reserved"  # a slot reserved ahead, without a key (reservations.py)
@@ -64,7 +65,7 @@ class ColumnStore:
 
     As attributes, the three Python integers would take 32 to 48 bytes each; in columns they take 24
     bytes together. At ten million copies the difference is almost a gigabyte. Free rows are reused,
-    so the columns are as long as the highest number of copies so far.
+    so the number of rows is the highest number of copies so far.
     """
 
     def __init__(self) -> None:
@@ -101,15 +102,15 @@ class SizeClass:
     """All copies of one size in one holder."""
 
     holder: Holder
-    units: int
-    node_id: str  # of the holder, like `columns`; duplicated because every lookup reads both
+    units: int  # per slot, at least 1
+    node_id: str  # the holder's, like `columns`; repeated here because every lookup reads both
     columns: ColumnStore
     idle: EvictionOrder  # ready copies without a lease or a pin
     is_ssd: bool  # whether the holder is an SSD
     soft: EvictionOrder = field(default_factory=Lru)  # soft-pinned ready copies without a lease
 
     def forget(self, key: bytes, is_evicted: bool) -> None:
-        """Drop a key from both orders, where they have it. A policy may remember an evicted one."""
+        """Drop a key from both orders. `is_evicted`: the policy may remember it (ghost entry)."""
         self.soft.forget(key)
         if is_evicted:
             self.idle.evicted(key)
@@ -124,7 +125,7 @@ class HeldCopy:
     key: bytes
     size_class: SizeClass
     row: int  # row of slot, generation and checksum in the size class's columns
-    size_bytes: int
+    size_bytes: int  # of the block, at most the bytes of the slot
     kind: CopyKind
     leases: int  # number of owners that lease the copy
     state: CopyState = CopyState.WRITING
@@ -154,16 +155,15 @@ class HeldCopy:
     def record(self) -> Copy:
         columns, row = self.size_class.columns, self.row
         use = self.size_class.node_id, columns.slot[row], columns.generation[row]
-        # Takes half the time of Copy(...)
         return _made(Copy, (*use, columns.checksum[row], self.size_bytes))
 
     def use(self, epoch: int = 0) -> Slot:
-        """This use of the slot, as granted by the directory of `epoch`."""
+        """The slot with this copy's generation, as granted by the directory of `epoch`."""
         columns, row = self.size_class.columns, self.row
         return Slot(self.size_class.node_id, columns.slot[row], columns.generation[row], epoch)
 
     def touch(self) -> None:
-        """Record a use without a lease. Only for ready copies that have no lease."""
+        """Record a use without a lease, for a ready copy that has no lease."""
         if self.pin is Pin.NONE:
             self.size_class.idle.touch(self.key)
         elif self.pin is Pin.SOFT:
@@ -172,7 +172,7 @@ class HeldCopy:
 
 def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[bytes]]]:
     """Group the keys of these copies by their order of eviction, without hard-pinned copies. One
-    call per order then handles a whole chain. Only keys of the same order keep their sequence."""
+    call per order then handles a whole prompt. Only keys of the same order keep their sequence."""
     found: dict[SizeClass, list[bytes]] = {}
     soft: dict[SizeClass, list[bytes]] = {}
     for copy in copies:
@@ -189,13 +189,13 @@ def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[
 
 
 def leave_idle(copies: Iterable[HeldCopy]) -> None:
-    """Remove copies from the candidates for eviction, for a lease or a change of their pin."""
+    """Remove copies from the candidates for eviction, before a lease or a change of their pin."""
     for order, keys in _by_order(copies):
         order.discard(keys)
 
 
 def become_idle(copies: Iterable[HeldCopy]) -> None:
-    """Make copies without leases candidates for eviction, in this order, except hard-pinned."""
+    """Make copies without leases candidates for eviction, the first copy as the coldest."""
     for order, keys in _by_order(copies):
         order.add(keys)
 
@@ -208,28 +208,28 @@ class Holder:
     seen_s: float  # time of its last registration or report, by the directory's clock
     geometry: Geometry
     pool: SlotPool
-    registered_s: float
+    registered_s: float  # time of its registration, by the same clock
     eviction: str = "lru"  # name of its policy, see eviction/
     is_open: bool = True
-    is_draining: bool = False
+    is_draining: bool = False  # True: it takes no new blocks, and its blocks stay readable
     is_attached: bool = False  # whether `attach` was called for this incarnation
     fingerprint: str = ""  # fingerprint of the first worker that attached; empty before
     block_bytes: int = 0  # block size of that worker, in bytes; 0 before
     columns: ColumnStore = field(default_factory=ColumnStore)
     writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (copy, owner)
-    # generation -> (copy, owner)
+    # generation -> (copy, owner) of slots reserved without a key
     reserved: dict[int, tuple[HeldCopy, str]] = field(default_factory=dict)
     reserved_units: dict[str, int] = field(default_factory=dict)  # owner -> units
     bad: dict[int, HeldCopy] = field(default_factory=dict)  # slot -> corrupt copy with leases
     size_classes: dict[int, SizeClass] = field(default_factory=dict)  # units per slot -> class
     pinned: dict[bytes, HeldCopy] = field(default_factory=dict)  # key -> hard-pinned copy
-    pinned_units: int = 0
+    pinned_units: int = 0  # units of hard-pinned copies
     ready: int = 0  # number of ready copies
     used_bytes: int = 0  # bytes of writing, ready and bad copies; reserved slots do not count
-    evictions: int = 0
-    adopted: int = 0
+    evictions: int = 0  # copies evicted since the registration
+    adopted: int = 0  # copies adopted from the inventory
     look_again_s: float = float("-inf")  # earliest time of the next search for slabs of other sizes
-    # Reported so far; empty once the holder is open.
+    # The part of its inventory received so far; empty once the holder is open.
     inventory: list[InventoryBlock] = field(default_factory=list)
 
     def size_class(self, units: int) -> SizeClass:
@@ -244,7 +244,7 @@ class Holder:
 
     @property
     def idle_blocks(self) -> int:
-        """Candidates for eviction, soft-pinned ones included."""
+        """The number of candidates for eviction, soft-pinned ones included."""
         return sum(len(each.idle) + len(each.soft) for each in self.size_classes.values())
 
     def unready(self) -> list[HeldCopy]:
@@ -267,8 +267,8 @@ class Holder:
         size_bytes: int,
         kind: CopyKind,
     ) -> list[HeldCopy]:
-        """Create copies in state writing, each leased once, in slots taken from the pool. Their
-        generations count up from `generation`."""
+        """Create copies in state writing, each leased once, in these slots, which are taken from
+        the pool already. Their generations count up from `generation`."""
         take = self.columns.take
         held = [
             HeldCopy(key, size_class, take(slot, generation + number), size_bytes, kind, 1)
@@ -278,7 +278,8 @@ class Holder:
         return held
 
     def begin(self, copies: Sequence[HeldCopy], owner: str, generation: int) -> None:
-        """Record `owner` as the writer of copies of one kind and size; generations count up."""
+        """Record `owner` as the writer of copies of one kind and size. Their generations count up
+        from `generation`."""
         if not copies:
             return
         if copies[0].kind is CopyKind.RESERVED:
@@ -291,7 +292,7 @@ class Holder:
         self.used_bytes += len(copies) * copies[0].size_bytes
 
     def name_reserved(self, named: dict[bytes, tuple[HeldCopy, int]], owner: str) -> None:
-        """Turn reserved slots into ready copies of these blocks, with their checksums."""
+        """Turn reserved slots into ready copies; `named`: block key -> (copy, checksum)."""
         checksums, generations = self.columns.checksum, self.columns.generation
         units = 0
         for key, (copy, checksum) in named.items():
@@ -309,7 +310,7 @@ class Holder:
             self.reserved_units[owner] = left
 
     def writing_copy(self, key: bytes, owner: str, slot: int, generation: int) -> HeldCopy | None:
-        """The copy that `owner` is writing under these numbers; None: there is none."""
+        """The copy that `owner` is writing in this slot under this generation, or None."""
         copy, writer = self.writing.get(key, (None, ""))
         if copy is None or writer != owner:
             return None
@@ -324,7 +325,7 @@ class Holder:
         self.ready += 1
 
     def reject(self, copy: HeldCopy) -> None:
-        """Mark a leased copy as corrupt: it keeps only its slot, until its leases end."""
+        """Mark a leased copy as corrupt. It keeps its slot until its leases end."""
         assert copy.state is CopyState.READY and copy.leases
         self._leave_ready(copy, is_evicted=False)
         copy.state, copy.pin = CopyState.BAD, Pin.NONE
@@ -352,7 +353,7 @@ class Holder:
     def remove(
         self, copy: HeldCopy, quarantine_until_s: float | None, is_evicted: bool = False
     ) -> None:
-        """Remove the copy, which has no leases. Its slot is quarantined; None: it is free now."""
+        """Remove a copy without leases, and quarantine its slot; None: free the slot at once."""
         if copy.kind is CopyKind.RESERVED:
             _, owner = self.reserved.pop(copy.generation)
             self._count_reserved(owner, -copy.size_class.units)
@@ -405,7 +406,7 @@ class Holder:
         )
 
     def check(self, copies: list[HeldCopy]) -> None:
-        """Prove the invariants; `copies` are the ready copies, from the index."""
+        """Assert the invariants; `copies` are this holder's ready copies, from the index."""
         self.pool.check()
         self.columns.check()
         ahead = [copy for copy, _ in self.reserved.values()]
