@@ -1,18 +1,19 @@
 """`mooncake serve`: starts what one host runs, in order, and stops it in reverse order.
 
 The order of starts is the etcd member, the directory, the storage nodes, the Tritons, the gateways
-and the metrics server. One Triton serves the models that clients call, and one each worker folder.
-A plan (launch_plan.py) names the parts of a host. The host is ready when every model is ready.
+and the metrics server. One Triton, the frontend's, serves the models that clients call. Each worker
+folder has a Triton of its own. The plan of the host (launch_plan.py) names the parts that it runs.
+The host is ready when every model is ready.
 
-The launcher ends on SIGINT, SIGTERM or SIGHUP, and when the etcd member, the directory, a storage
-node or the frontend's Triton keeps dying. The start also ends after ready_s_max and, on a single
-machine, when a model fails to load. The launcher then ends its processes and removes its files.
+The launcher ends on SIGINT, SIGTERM or SIGHUP. It also ends when the etcd member, the directory, a
+storage node or the frontend's Triton dies more often than its restart policy allows. A start fails
+after ready_s_max and, on a single machine, when a model fails to load. At its end, the launcher
+ends its processes and removes its files.
 
-The hosts of a deployment start in any order. Each host waits, and logs that it waits, until etcd
-has a quorum and a directory leads. No host waits for the models of another host.
+The hosts of a deployment start in any order. Each host waits until etcd has a quorum and a
+directory leads, and reports the reason. No host waits for the models of another host.
 
-Not here: checks of the machine (environment.py), files (launch_files.py), one Triton
-(triton_process.py, triton_arguments.py), metrics (metrics_server.py).
+Not here: checks of the machine (environment.py), one Triton (triton_process.py).
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ from mooncake_store.keys.tls import certificate_problems
 from mooncake_store.process import self_check
 from mooncake_store.process.child_processes import ChildProcess, Command, RestartPolicy
 
-TRITON_SHM_BYTES = 256 * 2**20  # limit of the stubs' request pools, all models together
-STOP_S_MAX = 9.0  # limit of `stop` without the gateway and the parts of a deployment
-FRONTEND_STOP_S = 5.0  # share of STOP_S_MAX for the frontend's Triton
-OTHERS_STOP_S = 1.0  # share of STOP_S_MAX that is kept for the processes after the workers
-GATEWAY_STOP_S = 4.0  # for the gateway's streams, before STOP_S_MAX begins
-FLEET_OTHERS_STOP_S = 4.0  # nodes, directory and etcd member of a deployment's host, in turn
-WAIT_S = 0.5  # between two checks of the directory while the start waits for other hosts
-REPORT_AGAIN_S = 15.0  # between two reports that the start still waits for the same thing
+TRITON_SHM_BYTES = 256 * 2**20  # /dev/shm space for requests to Triton's Python models, all models
+STOP_S_MAX = 9.0  # limit of `stop` on a single machine, in s, without GATEWAY_STOP_S
+FRONTEND_STOP_S = 5.0  # share of STOP_S_MAX for the frontend's Triton, in s
+OTHERS_STOP_S = 1.0  # share of STOP_S_MAX for the processes after the workers, in s
+GATEWAY_STOP_S = 4.0  # limit for the gateways' streams, in s; STOP_S_MAX begins afterwards
+FLEET_OTHERS_STOP_S = 4.0  # limit for nodes, directory and etcd of a deployment's host, in s
+WAIT_S = 0.5  # pause between two checks of the directory while the start waits for other hosts
+REPORT_AGAIN_S = 15.0  # pause between two equal reports of what the start waits for
 
 
 class Launcher:
@@ -106,7 +107,7 @@ class Launcher:
         self._admin_key = AdminKey(self.state_dir / f"admin-key-{plan.host}")
         self.log_dir = self.state_dir / f"logs-{plan.host}"
         self.repository = (base / plan.model_repository).resolve()
-        # The Python in Triton's stubs handles ASCII paths only, in every locale.
+        # The Python of Triton's model processes accepts only ASCII paths, in every locale.
         of_triton = self.state_dir if str(self.state_dir).isascii() else self.socket_dir
         self._backends = of_triton / f"backends-{plan.host}"
         self._worker_folders = WorkerFolders(
@@ -119,8 +120,8 @@ class Launcher:
             log_dir=self.log_dir,
             cwd=self.socket_dir,
             command_of=self._triton_command,
-            # A worker that is not in the plan, because its folder was copied while serving, gets a
-            # free one of these ports. In a deployment, the firewalls open them to the other hosts.
+            # On a single machine, every worker gets a free port of this range. On a deployment's
+            # host, only a worker without a planned port does; firewalls open FREE_PORTS.
             listen=plan.listen,
             called=plan.address,
             ports=FREE_PORTS if plan.deployment else (environment.PORT_MIN, environment.PORT_MAX),
@@ -246,7 +247,7 @@ class Launcher:
         )
 
     def _add_worker(self, name: str) -> None:
-        """Add the Triton of one worker folder."""
+        """Add the Triton of one worker folder, without starting it."""
         planned = {worker.model: worker for worker in self.plan.workers}.get(name)
         fixed = Endpoints(planned.listen_grpc, called_grpc=planned.grpc) if planned else None
         self.workers[name] = WorkerTriton(name, self._triton_setup, fixed)
@@ -257,11 +258,11 @@ class Launcher:
 
     def wait_ready(self) -> list[ModelState]:
         """Wait until every model is ready. Raises EnvironmentProblem after `ready_s_max` and, on a
-        single machine, with the models' own messages if some do not load."""
+        single machine, if a model does not load; the error then has the model's message."""
         if self.plan.deployment:
             return self._wait_ready_among_others()
         give_up_s = time.monotonic() + self.options.ready_s_max
-        refusals: dict[str, None] = {}  # an ordered set, because Triton retries each refused model
+        refusals: dict[str, None] = {}  # an ordered set: Triton retries and logs a refusal again
         while True:
             for child in self.children:
                 child.check_alive()
@@ -290,8 +291,8 @@ class Launcher:
             time.sleep(0.1)
 
     def _wait_ready_among_others(self) -> list[ModelState]:
-        """`wait_ready` for a deployment's host. A model that does not load may wait for another
-        host or for an edit, so it does not end the start. ChildDied if a child keeps dying."""
+        """`wait_ready` for a deployment's host. A model that does not load does not end the start,
+        because it may need another host or an edit. Raises ChildDied as `supervise` does."""
         give_up_s = time.monotonic() + self.options.ready_s_max
         reported_s = time.monotonic()
         while True:
@@ -313,8 +314,8 @@ class Launcher:
             time.sleep(0.1)
 
     def _check_time(self, give_up_s: float, states: list[ModelState]) -> str:
-        """The names of the models that are not ready; "Triton" if there are none. Raises
-        EnvironmentProblem after `give_up_s`."""
+        """The names of the models that are not ready; "Triton" if no model is known to be unready.
+        Raises EnvironmentProblem after `give_up_s`."""
         waiting = ", ".join(each.name for each in states if not each.is_ready) or "Triton"
         if time.monotonic() > give_up_s:
             raise environment.EnvironmentProblem(
@@ -324,10 +325,11 @@ class Launcher:
         return waiting
 
     def supervise(self) -> list[Restart]:
-        """Copy edits to the mirrors and restart processes that died. Call it often while serving.
+        """Copy edits of models to the mirrors that Tritons poll, and restart processes that died.
 
-        The other processes reconnect to a restarted one, and KV stays in the storage nodes that are
-        alive. Raises ChildDied when a process that all others need keeps dying.
+        Call it often while serving. Other processes reconnect to a restarted process, and KV stays
+        in the storage nodes that are alive. Raises ChildDied if the etcd member, the directory, a
+        storage node or the frontend's Triton may not be restarted any more.
         """
         restarts = restarts_of(self.children)
         for child in self.children:
@@ -343,8 +345,8 @@ class Launcher:
         return [*restarts, *(self._gateways.supervise() if self._gateways else ())]
 
     def _supervise_folders(self, alive: dict[Triton, set[str]]) -> None:
-        """Add a Triton for each new worker folder, and drain the Tritons of removed folders. A
-        worker with outdated certificates is drained as well, and added again in a later call."""
+        """Add a Triton for each new worker folder, and drain the Tritons of removed folders. Drain
+        also a worker with outdated certificates; a later call adds it again."""
         self._worker_names = self._worker_folders.names()
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
         gone = self.workers.keys() - self._worker_names
@@ -363,7 +365,7 @@ class Launcher:
             self._add_worker(name)
 
     def _is_whole(self) -> bool:
-        """True if every worker of this host is ready and its etcd member answers."""
+        """True if all workers are ready, none drains, and the host's etcd member is healthy."""
         if self._leaving or self._worker_names - self.workers.keys():
             return False
         if self.plan.etcd is not None and not member_serves(self.plan.etcd):
@@ -375,7 +377,7 @@ class Launcher:
         return bool(states) and all(each.is_ready for each in states)
 
     def news(self) -> list[ModelLoad]:
-        """Loads and refusals since the last call."""
+        """Loads and refusals of models since the last call."""
         return [load for triton in self._tritons() for load in triton.take_loads()]
 
     def deployment_news(self) -> list[DeploymentState]:
@@ -387,7 +389,7 @@ class Launcher:
         return all_states([(triton, triton.states()) for triton in self._tritons()])
 
     def settings(self) -> dict[str, object]:
-        """The served settings, and the states of the newest edits. Any thread may call this."""
+        """The answer to GET /settings of the metrics port. Any thread may call this."""
         mirrors = [triton.mirror for triton in self._tritons()]
         return running_settings(self.plan, self.options.settings, self._worker_folders, mirrors)
 
@@ -405,11 +407,11 @@ class Launcher:
     def stop(self) -> None:
         """End all processes and remove their files, in this order:
 
-        1. the gateways and the frontend's Triton, so that no client request reaches a worker;
-        2. the workers' Tritons. Requests of other hosts are first moved to other workers, because
-           a Triton whose requests take too long is killed;
-        3. storage nodes, directory and etcd member: on a deployment's host one after the other,
-           because each deregisters at the next; on a single machine all at once.
+        1. The gateways and the frontend's Triton, so that their clients send no more requests.
+        2. The workers' Tritons. On a deployment's host, requests of other frontends are first
+           moved to other workers, because a Triton that takes too long is killed.
+        3. Storage nodes, directory and etcd member. On a single machine they end at once. On a
+           deployment's host they end one by one, because each deregisters at the next.
         """
         give_up_s = time.monotonic() + STOP_S_MAX
         self._files.mark_stopping()
@@ -428,7 +430,7 @@ class Launcher:
             )
         left_s = give_up_s - time.monotonic()
         self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
-        self._renewal.close()  # so that another host gets the turn
+        self._renewal.close()  # so that another host gets the turn to restart processes
         if self.plan.deployment:  # nodes deregister at the directory, which resigns in etcd
             give_up_s = time.monotonic() + FLEET_OTHERS_STOP_S
             self._end([*self._nodes], give_up_s - time.monotonic() - 2.0)
@@ -438,7 +440,7 @@ class Launcher:
         self._files.remove()
 
     def _end(self, children: list[ChildProcess | None], within_s: float) -> None:
-        """Send SIGTERM to all, wait, then kill the process groups that are left."""
+        """Send SIGTERM to all, wait for at most `within_s`, then kill all process groups."""
         running = [child for child in children if child is not None]
         give_up_s = time.monotonic() + within_s
         for child in running:
@@ -462,7 +464,7 @@ class Launcher:
         return bool(self._env.get(api_keys.VARIABLE))
 
     def _secret(self) -> str:
-        """The launch's secret: on a single machine new at each call; else the deployment's."""
+        """The secret of calls between processes. On a single machine, each call makes a new one."""
         if not self.plan.deployment:
             return launch_secret.make_secret()
         if self._keys is not None:
@@ -536,7 +538,7 @@ class Launcher:
         return env
 
     def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:
-        """The command of a Triton's next process; removes the shared memory of the previous one."""
+        """The command of a Triton's next process. Removes the previous process's shared memory."""
         part = f"triton{triton.number}-"  # a number, because one name can be the prefix of another
         self._files.remove_part(part)
         prefix = f"{self.name}-{part}"

@@ -1,8 +1,8 @@
 """The model repository of one Triton: its mirrored folder, and the states of its models.
 
 **Mirror.** Each Triton of the launcher serves a part of the operator's repository
-(triton_process.py). Each Triton polls a mirror of its part. The mirror links to the operator's
-files, except for config.pbtxt, which it copies. The launcher never writes to the operator's files.
+(triton_process.py) and polls a mirror of this part. The mirror has symbolic links to the operator's
+files, but its config.pbtxt is a copy with the launch's options. Operators' files are only read.
 
 Triton reloads a model only when the content of config.pbtxt changes, and it never restarts a
 model's process that died. For such a model, the mirror appends a parameter with a new *incarnation*
@@ -10,11 +10,11 @@ number to its copy, and Triton starts the model again.
 
 The mirror takes over a folder after its content stayed the same for SETTLED_S. Editors and copies
 write in several steps, and Triton gives up on a model whose version folder is missing. Modification
-times do not count. The mirror rejects a config.pbtxt that Triton could not read: it keeps the
+times do not count. The mirror refuses a config.pbtxt that Triton could not read: it keeps the
 previous copy and reports file, line and remedy.
 
-**Model states.** Which models are ready, and Triton's reason for a model that is not, without the
-traceback around it.
+**Model states.** Triton's API reports which models are ready. Triton's log has the reason why a
+model did not load; the reason is reported without its traceback.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ from backends.model_settings.serve_settings import (
     served_workers,
 )
 
-SETTLED_S = 0.15  # a folder's content must stay the same for so long before the mirror copies it
+SETTLED_S = 0.15  # seconds without a change of a folder's content before the mirror copies it
 # A leading underscore marks a parameter that the launcher adds.
 INCARNATION_PARAMETER = "_incarnation"
 
 
 def backend_of(model: Path) -> str | None:
-    """The backend that the folder's config.pbtxt names; None without a backend or a readable
-    file."""
+    """The backend that the folder's config.pbtxt names; None if it names none or is unreadable."""
     try:
         raw = read_config(model)
     except ConfigError:
@@ -68,17 +67,17 @@ def backend_of(model: Path) -> str | None:
 
 class WorkerFolders:
     """The prefill and decode workers of the operator's repository. If the options demand more
-    workers than there are folders, further workers are made from a folder (serve_settings.py)."""
+    workers of a role than it has folders, further workers use its first folder again."""
 
     def __init__(
         self, repository: Path, settings: ServeSettings = NO_SETTINGS, nodes: Sequence[str] = ()
     ) -> None:
-        """Raises ConfigError if a role has no folder to make its workers from."""
+        """Raises ConfigError if the options demand workers of a role without a folder."""
         self._repository = repository
         self._settings, self._nodes = settings, nodes
         self._names: set[str] = set()
         self._served = ServedWorkers()
-        self.made: dict[str, str] = {}  # worker without a folder -> the folder it is made from
+        self.made: dict[str, str] = {}  # worker without a folder -> the folder that it uses
         if settings.workers and repository.is_dir():
             workers = {
                 name: backend for name, backend in self._backends().items() if backend in ROLES
@@ -214,8 +213,8 @@ class RepositoryMirror:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Empties the folder `target`. The mirror contains the models for which `wants` is True.
-        `workers` adds workers without a folder and renders each config.pbtxt. Without it, the
-        mirror copies each config.pbtxt unchanged."""
+        `workers` adds workers without a folder and renders each config.pbtxt. Without `workers`,
+        the mirror copies each config.pbtxt unchanged."""
         self.source = source.resolve()
         self.target = target
         self.edits = EditStates()
@@ -236,7 +235,7 @@ class RepositoryMirror:
         self._incarnations[model] = self._incarnations.get(model, 0) + 1
 
     def models(self) -> set[str]:
-        """The names of the models that Triton should serve."""
+        """The names of the models in the mirror."""
         return {path.parent.name for path in self.target.glob("*/config.pbtxt")}
 
     def config(self, model: str) -> str:
@@ -245,7 +244,7 @@ class RepositoryMirror:
         return path.read_text("utf-8", BYTES) if path.exists() else ""
 
     def take_refusals(self) -> list[ModelLoad]:
-        """The edits that the mirror refused since the last call, and refused edits since undone."""
+        """The mirror's refusals of edits, and undone refused edits, since the last call."""
         news, self._news = self._news, []
         return news
 
@@ -254,7 +253,7 @@ class RepositoryMirror:
         takes over the folders without waiting for SETTLED_S."""
         try:
             folders = {path.name for path in self.source.iterdir() if path.is_dir()}
-        except OSError:  # the repository was moved or unmounted; each of its models reports that
+        except OSError:  # the repository was moved or unmounted; each model is refused for this
             folders = set(self._taken)
         if self._workers is not None:
             folders |= self._workers.made.keys()
@@ -415,9 +414,9 @@ def ready_by_http(address: str, model: str) -> bool | None:
 def ready_by_grpc(address: str, model: str) -> bool | None:
     """As `ready_by_http`. Each call opens a new channel, because a channel backs off after a
     refused connection."""
-    # gRPC writes each refused handshake to stderr, several per second. Callers report it once.
+    # gRPC would write each refused handshake to stderr, several per second.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    import grpc  # here, because callers that only read logs do not need it
+    import grpc  # imported here, because users of TritonLog alone do not need it
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
     from backends.worker_tls import worker_channel
@@ -434,20 +433,20 @@ def ready_by_grpc(address: str, model: str) -> bool | None:
 
 
 class TritonLog:
-    """Reads Triton's log incrementally: loads and refusals of models, and failed services."""
+    """Reads Triton's log incrementally: loads and refusals of models, and ports that are taken."""
 
     def __init__(self, log_path: Path) -> None:
         self._log_path = log_path
         self._log_offset = 0
-        # Why this incarnation lacks one of its ports; "" if it has all. Triton keeps running
-        # without a port that another process has taken.
+        # Why this incarnation lacks one of its ports; "" if it has all. Triton keeps running if
+        # another process has taken the metrics port.
         self.service_problem = ""
         self._refused: dict[str, str] = {}  # model -> why Triton refused its newest edit
         # True after the worker logged that it serves, until Triton logs its load or refusal.
         self.is_load_pending = False
 
     def moved(self, length_bytes: int) -> None:
-        """`length_bytes` were removed from the front of the file."""
+        """Adapt to the removal of `length_bytes` from the front of the file."""
         self._log_offset = max(0, self._log_offset - length_bytes)
 
     def news(self) -> list[ModelLoad]:
@@ -511,7 +510,7 @@ def loads(log_text: str) -> list[ModelLoad]:
 
 
 def tidy_reason(reason: str) -> str:
-    """The model's own message, without the traceback and status words that Triton adds."""
+    """The model's own message, without the traceback and status codes that Triton adds."""
     reason = reason.strip().removesuffix('"').replace("\\n", "\n")  # the log escapes line ends
     reason = re.sub(r"^(Internal|Invalid argument|Unavailable): ", "", reason)
     reason = re.sub(r"\n\nAt:\n.*", "", reason, flags=re.DOTALL)
