@@ -4,9 +4,9 @@ The worker loads KV, allocates pages, writes KV to the store and replies. The dr
 engine: step by step (step_driver.py), or as an engine that batches by itself (trtllm/). A driver
 reports the results of a job by calling methods of `PrefillWorker` or `DecodeWorker`.
 
-Order of calls for a job: `check` at submission, `start` when its KV is in its pages, then steps,
-`abort` when it leaves, and `free` after the writer's last task for it. A job that leaves early is
-not started.
+For each job the worker calls `check` at the submission, `start` when the cached KV is in the pages,
+and `abort` when the job leaves. It calls `free` after the writer's last task for the job. A job
+that leaves early is not started.
 """
 
 from __future__ import annotations

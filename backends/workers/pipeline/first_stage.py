@@ -1,14 +1,14 @@
 """Stage 0 of a pipeline group, the driver of a prefill worker. It owns all requests of the group.
 
-Stage 0 batches, and allocates pages and slots for all stages. The page pools of all stages are
-equal, so page i holds the same tokens everywhere. Stage 0 computes its layers and sends the plan of
-the step with the hidden states to the next stage. Steps are pipelined: while stage 1 computes chunk
-i, stage 0 computes chunk i + 1. Each stage writes its layers of a block into the slots that stage 0
-allocated, and sends the digests. With the digests of all layers, stage 0 commits the block. The
-last stage samples. So the leases, pages and reply of a request are in one process.
+Stage 0 plans the steps, and allocates pages and slots for all stages. The page pools of all stages
+are equal, so page i holds the same tokens in each stage. Stage 0 computes its layers, and sends the
+plan of the step with the hidden states to the next stage. Steps are pipelined: while stage 1
+computes chunk i, stage 0 computes chunk i + 1. Each stage writes its layers of a block into the
+slot that stage 0 allocated, and sends the digests (checksums of the layers). Stage 0 commits the
+block when it has all digests. The last stage samples. Only stage 0 manages leases and replies.
 
-If the group breaks (group.py), its requests fail with errors that make them resume on other
-workers. Pages that another stage may still use are parked until all stages are in the next epoch.
+If an epoch of the group ends (group.py), all requests fail with errors that make them resume on
+other workers. Pages that another stage may still use are free only when the next epoch is complete.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
-LOOK_S = 0.5  # interval of reading the registered workers
+LOOK_S = 0.5  # interval of checks of the group
 
 
 class PipelinePrefill(StagePrefill):
     def __init__(self, engine: TorchEngine, config: PrefillConfig) -> None:
         super().__init__(engine, config)
         self._window = StepWindow(config.pipeline_stages)
-        self._parked: list[int] = []  # pages that another stage may use until the next epoch
+        self._parked: list[int] = []  # pages that another stage may use until a complete new epoch
         self._is_closed = threading.Event()
 
     def begin(self, worker: PrefillWorker) -> None:
-        """Raises ConfigError with every mismatch with the registered stages."""
+        """Raises ConfigError if settings of this stage and of the registered stages conflict."""
         super().begin(worker)
         own = worker.process.info
         self._group = PipelineGroup(own)
@@ -77,7 +77,7 @@ class PipelinePrefill(StagePrefill):
         return self._group.is_whole
 
     def _watch(self) -> None:
-        """Supervise the group. In its own thread, because a step may occupy the engine's thread."""
+        """Supervise the group. In its own thread: the engine's thread may be busy with a step."""
         while not self._is_closed.wait(LOOK_S):
             try:
                 self._look(self._registered(), time.monotonic())
@@ -116,7 +116,7 @@ class PipelinePrefill(StagePrefill):
             self._worker.process.outbox.send(inbox, begins)
 
     def _broken(self, reason: str) -> None:
-        """Fail all requests, so that each resumes on another worker. With the lock held."""
+        """Fail all requests, so that they resume on other workers. With the lock held."""
         worker = self._worker
         name = f"{worker.process.worker_id}: pipeline group {self.config.pipeline_group}"
         log.warning("%s: %s; %d requests resume elsewhere", name, reason, len(worker.jobs))
@@ -133,7 +133,7 @@ class PipelinePrefill(StagePrefill):
                 raise WorkerGone(f"{self._worker.process.worker_id}: {self._group.missing()}")
 
     def on_message(self, message: WorkerMessage) -> None:
-        """In the inbox's thread."""
+        """Handle a message of another stage. In the inbox's thread."""
         with self._worker.lock:
             if isinstance(message, StageBeat):
                 self._on_beat(message)
@@ -160,7 +160,7 @@ class PipelinePrefill(StagePrefill):
     # -- loading a prompt's prefix
 
     def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """Let every stage load its layers. Returns the number of leading blocks that all have.
+        """Load the prefix in all stages. Returns the number of leading blocks that each stage has.
 
         In a loader's thread. Raises WorkerGone or WorkerUnavailable if a stage does not answer.
         """
@@ -185,7 +185,7 @@ class PipelinePrefill(StagePrefill):
         return min(blocks, load.blocks)
 
     def start(self, job: PrefillJob) -> None:
-        """Allocate slots that all stages will fill, then start the job. In a loader's thread."""
+        """Queue the allocation of slots for all stages, then the job's start. Loader's thread."""
         blocks = blocks_touched(len(job.token_ids), self._block_tokens)
         worker = self._worker
         worker.writer.allocate(job.put, range(job.put.first_block, blocks))
@@ -246,7 +246,7 @@ class PipelinePrefill(StagePrefill):
                 self._worker.send_first_token(job, message.token_ids[index])
 
     def _written(self, message: StageWritten) -> None:
-        """A stage has written its layers of a step. The last such message commits the blocks."""
+        """Record that a stage has written its layers of a step. Commit the blocks if all have."""
         worker = self._worker
         step = self._window.written(message.number, message.stage)
         if step is None:
@@ -281,7 +281,7 @@ class PipelinePrefill(StagePrefill):
         with self._worker.lock:
             if self._group.is_whole:
                 self._worker.release(pages)
-            else:  # a lost stage may still compute in these pages
+            else:  # a stage that has left the epoch may still compute in these pages
                 self._parked += pages
         then()
 

@@ -1,10 +1,10 @@
 """Membership of a pipeline group at stage 0: the other stages, and whether all are ready. Pure.
 
 A group works in epochs. Stage 0 announces an epoch when every other stage is registered. Each stage
-ends its work of earlier epochs, and then sends beats with the new epoch. The group is complete
-(`is_whole`) when all stages have sent one. An epoch ends when a stage sends no beats, has a new
-incarnation, or has missed a step. Then all its work is void. Time is an argument, and the worker's
-lock guards the state.
+ends its work of earlier epochs, and then sends heartbeats ("beats") with the new epoch. The group
+is complete (`is_whole`) when all stages have sent one. The epoch ends when a stage sends no beats,
+has a new incarnation, or has missed a step. All work of an ended epoch is void. Time is an
+argument, and the worker's lock guards the state.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ BEGIN_AGAIN_S = 1.0  # interval between two announcements of an epoch
 
 @dataclass(slots=True)
 class GroupStage:
-    """One of the other stages."""
+    """A registered stage other than stage 0."""
 
     worker_id: str
     incarnation: str
     inbox: str
-    epoch: str = ""  # epoch of its latest beat
-    beat_s: float = float("-inf")  # time of its latest beat
+    epoch: str = ""  # epoch of its latest beat; "": none
+    beat_s: float = float("-inf")  # time of its latest beat (monotonic)
 
 
 class PipelineGroup:
     def __init__(self, own: WorkerInfo) -> None:
         self._own = own
         self.stages = own.pipeline_stages  # number of all stages, stage 0 included
-        self._stages: dict[int, GroupStage] = {}
-        self._epochs = 0
-        self._asked_s = float("-inf")
-        self.epoch = ""  # the announced epoch; "" while a stage is missing
-        self.is_whole = False  # all stages are in the epoch
+        self._stages: dict[int, GroupStage] = {}  # stage number, 1 or more -> stage
+        self._epochs = 0  # number of epochs begun
+        self._asked_s = float("-inf")  # time of the latest announcement (monotonic)
+        self.epoch = ""  # the announced epoch; "": none is announced
+        self.is_whole = False  # True: all stages are in the epoch
 
     @property
     def others(self) -> dict[int, str]:
-        """Stage -> its inbox."""
+        """Number of each registered stage except 0 -> its inbox."""
         return {number: self._stages[number].inbox for number in sorted(self._stages)}
 
     def missing(self) -> str:
-        """Why the group is not complete."""
+        """The error text for a group that is not complete, with the missing stages."""
         ready = {
             n for n, stage in self._stages.items() if stage.epoch and stage.epoch == self.epoch
         }
@@ -59,7 +59,7 @@ class PipelineGroup:
         )
 
     def update_registered(self, workers: Sequence[WorkerInfo]) -> str:
-        """Update from the registered workers. Returns the reason if this ends the epoch, or ""."""
+        """Update the stages. Returns "", or the reason if this ends the epoch."""
         found = {
             info.pipeline_stage: info
             for info in workers
@@ -79,7 +79,7 @@ class PipelineGroup:
         return self.end(lost) if lost else ""
 
     def beat(self, number: int, incarnation: str, epoch: str, now_s: float) -> str:
-        """Record a stage's beat. Returns the reason if this ends the epoch, or ""."""
+        """Record a stage's beat. Returns "", or the reason if this ends the epoch."""
         stage = self._stages.get(number)
         if stage is None or stage.incarnation != incarnation:
             return ""
@@ -94,21 +94,21 @@ class PipelineGroup:
         return ""
 
     def end(self, reason: str) -> str:
-        """End the epoch, whose work is void. Returns `reason`."""
+        """End the epoch. Returns `reason`."""
         self.is_whole, self.epoch, self._asked_s = False, "", float("-inf")
         for stage in self._stages.values():
             stage.epoch = ""
         return reason
 
     def silence(self, now_s: float) -> str:
-        """End the epoch if a stage has sent no beat for SILENT_S. Returns the reason, or ""."""
+        """End the epoch if a stage has sent no beat for SILENT_S. Returns "", or the reason."""
         for number, stage in self._stages.items():
             if self.is_whole and now_s - stage.beat_s > SILENT_S:
                 return self.end(f"stage {number} has sent no beat for {SILENT_S:g} s")
         return ""
 
     def to_begin(self, now_s: float) -> bool:
-        """Whether to announce the epoch to the other stages now. Begins an epoch if none is."""
+        """True if the epoch must be announced now. Begins a new epoch if there is none."""
         if self.is_whole or len(self._stages) < self.stages - 1:
             return False
         if not self.epoch:
@@ -125,9 +125,9 @@ def is_of_group(info: WorkerInfo, own: WorkerInfo) -> bool:
 
 
 def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
-    """Settings in which two stages of a group differ but must not, with the remedy.
+    """Conflicts between the settings of two stages of a group, with the remedy.
 
-    Their fingerprints are equal: the directory rejects other workers.
+    Fingerprints are not compared, because the directory rejects a worker with another one.
     """
     name = f"{other.worker_id} (stage {other.pipeline_stage} of {other.pipeline_group})"
     for field, label in (
@@ -144,10 +144,10 @@ def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
 
 
 def refuse_mistakes(own: WorkerInfo, workers: Sequence[WorkerInfo]) -> None:
-    """Raises ConfigError with every mismatch of this stage and the registered ones.
+    """Raise ConfigError with all conflicts between this stage and the registered stages.
 
-    While this worker is registered (its config.pbtxt reloads) it only logs a warning: two stages
-    whose settings change together would reject each other forever.
+    Exception: if this worker is registered already, its config.pbtxt reloads, and the conflicts are
+    only logged. Two stages whose settings change together would otherwise reject each other.
     """
     found = [
         problem

@@ -1,9 +1,9 @@
 """A later stage of a pipeline group: receives steps, computes its layers, and sends steps on.
 
-A later stage has no requests. A step contains the pages of its tokens and the slots for their KV.
-The stage writes its layers into these slots and sends the digests to stage 0, which commits the
-blocks. The last stage samples. The steps of an epoch arrive in order and without a gap. If a stage
-misses a step, the group starts a new epoch (group.py).
+Stage 0 has the requests (first_stage.py). A step contains the pages of its tokens and the slots for
+their KV. A later stage writes its layers into these slots, and sends the digests (checksums of the
+layers) to stage 0, which commits the blocks. The last stage samples. The steps of an epoch arrive
+in order and without a gap. If a stage misses a step, the group starts a new epoch (group.py).
 
 Threads: the inbox queues steps, the engine's thread computes them in order, loaders read prefixes,
 the writer writes KV.
@@ -52,7 +52,7 @@ from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
 LOADERS = 2
-LATE_READ_WAIT_S = 0.05  # interval of checking for the end of a late read
+LATE_READ_WAIT_S = 0.05  # interval of checks whether a read past its deadline has ended
 NO_TOKEN = Drawn(-1, None)
 
 
@@ -64,12 +64,12 @@ class StageWorker:
         self._engine = engine = driver.engine
         checkpoint = checkpoint_folder(config.checkpoint, repository)
         self._guides = Guides(lambda: Tokenizer.load(checkpoint), engine.vocabulary_tokens)
-        self._lock = threading.Condition()  # guards the state that the inbox and loaders change
+        self._lock = threading.Condition()  # guards `_loads`, and is notified when a load ends
         self._newest_epoch = self._epoch = ""  # latest announced epoch; epoch of accepted steps
         self._expected = 0  # number of the next step
-        self._begins: GroupBegins | None = None  # of the latest epoch
-        self._loads = 0  # running loads of prefixes
-        self._beating = threading.Lock()  # keeps the order of beats
+        self._begins: GroupBegins | None = None  # of the latest joined epoch
+        self._loads = 0  # queued and running loads of prefixes
+        self._beating = threading.Lock()  # keeps heartbeats of two threads in order
         self._writing: dict[int, list[BlockPut]] = {}  # step of this epoch -> its writes
         self._is_closing = self._is_draining = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -116,7 +116,7 @@ class StageWorker:
         raise WorkerGone(f"{self._name}: only stage 0 accepts requests")
 
     def stop(self, request_id: str) -> None:
-        """Nothing to do: stage 0 sends no further chunks of a stopped request."""
+        """Do nothing, because stage 0 sends no further chunks of a stopped request."""
 
     def report(self) -> WorkerReport:
         now_s = time.monotonic()
@@ -174,7 +174,7 @@ class StageWorker:
                 self._lose_place()
 
     def _begin(self, begins: GroupBegins) -> None:
-        """Join an epoch, after the end of all work of earlier epochs: then no page is in use."""
+        """Join an epoch when all work of earlier epochs has ended, so that no page is in use."""
         if begins.epoch != self._newest_epoch:
             return
         if begins.chunk_tokens != self.config.chunk_tokens:
@@ -194,7 +194,7 @@ class StageWorker:
     def _end_epoch(self) -> None:
         """Wait until no work of this epoch reads or writes any more.
 
-        The wait is watched like a step: if it hangs, the worker exits and is restarted. Otherwise
+        The wait is watched like a step: if it hangs, the process exits and is restarted. Otherwise
         the group would never become complete.
         """
         self._epoch = ""
@@ -227,12 +227,12 @@ class StageWorker:
         self._beat()
 
     def _load_prefix(self, wanted: PrefixWanted) -> None:
-        """In a loader's thread."""
+        """Read this stage's layers of a cached prefix, and answer. In a loader's thread."""
         blocks = 0
         try:
             if wanted.epoch == self._newest_epoch:
                 blocks = self._loader.load_copies(wanted.copies, wanted.pages)
-            # No stage may compute in these pages before the end of a late read.
+            # Stage 0 uses the pages after the answer, so a read past its deadline must end first.
             while self._loader.pending_pages().intersection(wanted.pages):
                 time.sleep(LATE_READ_WAIT_S)
         except Exception:  # Catch all: the prefix is computed again
@@ -307,7 +307,7 @@ class StageWorker:
         writer.then(lambda: self._written(step, puts))
 
     def _written(self, step: StageStep, puts: list[BlockPut]) -> None:
-        """Report the step's written layers to stage 0. In the writer's thread, after them."""
+        """Report the step's written layers to stage 0. In the writer's thread, after the writes."""
         self._writing.pop(step.number, None)
         digests = [put.digests for put in puts]
         errors = ["" if put.error is None else str(put.error) for put in puts]
@@ -315,7 +315,7 @@ class StageWorker:
         self._answer(StageWritten(step.epoch, stage, step.number, digests, errors))
 
     def _pass_on_failure(self, step: StageStep, error: str) -> None:
-        """Send the failed step on, so that later stages keep count and stage 0 fails the jobs."""
+        """Send the failed step on: later stages must miss no number, and stage 0 fails the jobs."""
         begins, chunks = self._begins, len(step.works)
         assert begins is not None
         if begins.next_inbox:
@@ -335,7 +335,7 @@ class StageWorker:
 
 
 def _put(work: StageWork) -> BlockPut:
-    """The writes of this chunk. Stage 0 owns the slots and their leases."""
+    """The writes of one chunk, into slots whose leases stage 0 renews and releases."""
     return BlockPut(
         work.request_id,
         work.kv_tokens,
@@ -350,7 +350,7 @@ def _put(work: StageWork) -> BlockPut:
 
 
 def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn, str]:
-    """(token, error or ""): an error must not fail other requests of the step."""
+    """(token, "") or (NO_TOKEN, error). An error must not fail other requests of the step."""
     last: SampleInputs | None = work.last
     if last is None:
         return NO_TOKEN, ""
@@ -363,6 +363,6 @@ def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn
         return draw(logits, sampling, len(output), prompt, output, guide), ""
     except InvalidRequest as error:  # the request's schema is invalid at every worker
         return NO_TOKEN, error.wire_message()
-    except Exception as error:  # Catch all: as above
+    except Exception as error:  # Catch all: only this request fails
         log.exception("sampling of %s failed", work.request_id)
         return NO_TOKEN, f"sampling failed: {error!r}"

@@ -17,7 +17,7 @@ FRAMING_BYTES = 2**20  # bytes of a message without its hidden states, at most
 
 
 class _Rehearsal:
-    """Adapter that measures a stage as an Engine, although a stage may compute no logits."""
+    """Adapter with the interface of an `Engine`, to measure a stage's layers alone."""
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
@@ -46,7 +46,7 @@ class StagePrefill(StepPrefill):
 
     @property
     def message_bytes_max(self) -> int:
-        # The hidden states of the longest step, with rows rounded up as in the plan of a step.
+        # Hidden states of the longest step. The engine rounds their rows up as here.
         rows = rounded_rows(self.config.chunk_tokens)
         return rows * self.engine.hidden_bytes + FRAMING_BYTES
 

@@ -1,9 +1,9 @@
-"""Steps of a pipeline group in flight, and prefixes that its stages load. Pure.
+"""Stage 0's list of a pipeline group's steps in flight, and of prefixes being loaded. Pure.
 
-A step is over when the last stage has computed it and every later stage has written its layers. At
-most `stages + 1` steps are in computation. So no stage waits for a plan, and an urgent prompt waits
-for few steps. Actions after a request's last step (release of its pages and leases) are queued
-here. The worker's lock guards the state.
+A step is over when the last stage has computed it, and all stages except 0 have reported that their
+layers are written. At most `stages + 1` steps are in computation. That is enough to keep all stages
+busy, and an urgent prompt waits for few steps. Actions that must follow a request's last step, such
+as the release of its pages, are queued here. The worker's lock guards the state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class SentStep:
     chunks: Sequence[Chunk]
     jobs: Sequence[PrefillJob]
     finished: Sequence[range]  # blocks of each job that the step completes and the store lacks
-    started_s: float
-    sent_s: float
+    started_s: float  # start of the computation in stage 0 (monotonic)
+    sent_s: float  # time at which stage 0 sent the step to stage 1 (monotonic)
     predicted_s: float  # predicted time of one stage
-    token_ids: Sequence[int] = ()
-    is_computed: bool = False  # by the last stage
+    token_ids: Sequence[int] = ()  # sampled token of each chunk; empty until computed
+    is_computed: bool = False  # True: the last stage has computed the step
     unwritten: set[int] = field(default_factory=set)  # stages that have not written their layers
 
     @property
@@ -39,9 +39,9 @@ class PrefixLoad:
     number: int
     pages: frozenset[int]
     waiting: set[int]  # stages that have not answered
-    blocks: int  # leading blocks that all stages with an answer have
-    late_s: float  # deadline; a stage without an answer by then hangs, or a message was lost
-    is_lost: bool = False  # the group has broken
+    blocks: int  # number of leading blocks that all answers contain
+    late_s: float  # deadline of the answers (monotonic); later the epoch of the group ends
+    is_lost: bool = False  # True: the epoch has ended
 
     @property
     def is_here(self) -> bool:
@@ -55,11 +55,11 @@ class PrefixLoad:
 class StepWindow:
     def __init__(self, stages: int) -> None:
         self._stages = stages
-        self._steps: dict[int, SentStep] = {}  # in order
-        self._loads: dict[int, PrefixLoad] = {}
+        self._steps: dict[int, SentStep] = {}  # step number -> step, in ascending order
+        self._loads: dict[int, PrefixLoad] = {}  # load number -> load without all answers
         self._loads_begun = 0
-        self._behind: list[tuple[PrefillJob, Callable[[], None]]] = []
-        self.next_number = 0
+        self._behind: list[tuple[PrefillJob, Callable[[], None]]] = []  # see `behind`
+        self.next_number = 0  # of the next step in this epoch
 
     @property
     def is_full(self) -> bool:
@@ -80,7 +80,7 @@ class StepWindow:
         self.next_number += 1
 
     def computed(self, number: int) -> SentStep | None:
-        """None: the step is unknown, or was reported before."""
+        """Record that the last stage has computed a step. None if it is unknown or was reported."""
         step = self._steps.get(number)
         if step is None or step.is_computed:
             return None
@@ -115,7 +115,7 @@ class StepWindow:
             self._run_behind()
 
     def behind(self, job: PrefillJob, action: Callable[[], None]) -> None:
-        """Run `action` when no stage reads or writes the job's pages any more."""
+        """Run `action` when no step or load in flight uses the job's pages."""
         self._behind.append((job, action))
         self._run_behind()
 
@@ -133,10 +133,9 @@ class StepWindow:
         return loads or any(job in step.jobs for step in self._steps.values())
 
     def late(self, now_s: float) -> str:
-        """The step or load that exceeds its time limit, or "".
+        """Text that names a step or load past its time limit: a stage hangs, or a message is lost.
 
-        Then a stage hangs or a message was lost. Without a limit, the requests of the step or load
-        would stay forever, because their pages stay in use.
+        "" if there is none. Without a limit, such a step or load would keep its pages for ever.
         """
         for step in self._steps.values():
             if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):
@@ -148,7 +147,7 @@ class StepWindow:
         return ""
 
     def clear(self) -> None:
-        """Forget all steps and loads, because the group has broken. Runs all queued actions."""
+        """Forget all steps and loads when the epoch ends. Runs all queued actions."""
         self._steps.clear()
         for load in self._loads.values():
             load.is_lost = True

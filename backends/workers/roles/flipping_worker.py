@@ -1,13 +1,13 @@
 """A worker that changes its role (prefill or decode) in service.
 
-At any moment it is a `PrefillWorker` or a `DecodeWorker`, with the same engine, page pool and store
-client (lasting_parts.py). Steps of a change:
+It is a `PrefillWorker` or a `DecodeWorker`, and keeps its engine, page pool and store client
+(lasting_parts.py) when it changes between the two. Steps of a change:
 
     1. report that it drains     frontends route no new requests to it
     2. check the other workers   if every other worker of its role drains too, it keeps its role.
-                                 Each reports before it checks, so the last two cannot both leave
-    3. finish its requests       requests routed before are still accepted; requests not finished
-                                 after DRAIN_S_MAX resume on other workers
+                                 All workers report before they check, so one of them stays
+    3. finish its requests       requests that were routed before step 1 are still accepted; after
+                                 DRAIN_S_MAX, unfinished requests resume on other workers
     4. leave and join again      with a new incarnation, in the other role
 
 A call for the other role is rejected (`WrongRole`), and its frontend retries on another worker. If
@@ -35,13 +35,13 @@ from backends.workers.worker_process import end_process
 from mooncake_store.errors import StoreError
 
 log = logging.getLogger(__name__)
-IDLE_S = 1.0  # idle time before the change, because requests routed before may still arrive
-LOOK_S = 0.02
-# Longer than nearly all outputs take; requests that take longer are moved to other workers. With
-# MOVE_S_MAX it is below ORDER_S_MAX (conductor/roles/controller.py), when an order expires.
+IDLE_S = 1.0  # idle time before the change, because requests routed earlier may still arrive
+LOOK_S = 0.02  # interval of checks whether the worker is idle
+# Time for requests to finish; nearly all outputs take less. DRAIN_S_MAX + MOVE_S_MAX must be below
+# ORDER_S_MAX, after which the conductor's order expires (conductor/roles/controller.py).
 DRAIN_S_MAX = 60.0
-MOVE_S_MAX = 30.0  # time limit for the moved requests, and for transfers into their pages
-CLOSE_S = 10.0
+MOVE_S_MAX = 30.0  # then time for requests to fail, and for transfers into their pages to end
+CLOSE_S = 10.0  # time limit for closing the worker of the old role
 
 ActiveWorker = PrefillWorker | DecodeWorker
 MakeWorker = Callable[[LastingParts], ActiveWorker]
@@ -55,7 +55,7 @@ class FlippingWorker:
         makers: Mapping[str, MakeWorker],
         close_engine: Callable[[], None],
     ) -> None:
-        """`makers`: creates a worker of each role, which registers in its constructor."""
+        """`makers`: role -> function that creates and registers a worker of that role."""
         self.on_change: Callable[[ActiveWorker], None] = lambda worker: None
         self._parts, self._makers, self._close_engine = parts, makers, close_engine
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class FlippingWorker:
         self.active: ActiveWorker | None = self._made(role)  # None between two roles
 
     def submit(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray, client: Any) -> None:
-        """Submit to the worker. Raises ServingError: WrongRole in the other role or a change."""
+        """Submit to the worker. Raises WrongRole in another role, and the worker's errors."""
         worker: Any = self.active
         role = worker.process.info.role if worker is not None else "changing"
         if role != ("prefill" if isinstance(request, PrefillRequest) else "decode"):
@@ -86,7 +86,7 @@ class FlippingWorker:
         self._close_engine()
 
     def take_role(self, message: TakeRole) -> None:
-        """Start the change in its own thread. Called in the inbox's thread."""
+        """Start a valid change of the role in its own thread. Called in the inbox's thread."""
         with self._lock:
             worker = self.active
             if worker is None or self._is_closing.is_set() or worker.is_changing:
@@ -131,7 +131,7 @@ class FlippingWorker:
             end_process(self._parts.close)
 
     def _may_leave(self, worker: ActiveWorker) -> bool:
-        """Report the drain, then check that another worker of its role does not drain."""
+        """Report the drain. True if another worker of the same role does not drain."""
         process = worker.process
         try:
             process.report_now()
@@ -139,7 +139,7 @@ class FlippingWorker:
         except StoreError as error:
             log.warning("%s keeps its role: %s", process.worker_id, error)
             return False
-        # A worker without a report has just registered, so it does not drain.
+        # A worker without a report has just registered, so it is not draining.
         leaving = {
             (report.worker_id, report.incarnation)
             for report in snapshot.reports
@@ -161,7 +161,7 @@ class FlippingWorker:
         return bool(others)
 
     def _drained(self, worker: ActiveWorker) -> bool:
-        """Wait until the worker is idle. False: it is closing, or did not become idle in time."""
+        """Wait until the worker is idle. False if it closes, or is not idle in time."""
         now_s = time.monotonic()
         idle_since_s, move_s = now_s, now_s + DRAIN_S_MAX
         while now_s < move_s + MOVE_S_MAX:
