@@ -106,7 +106,7 @@ class CopyTable:
         return copies[0] if copies else None
 
     def make_tenant_room(self, tenant: str, size_bytes: int) -> None:
-        """Evict idle blocks of `tenant` until `size_bytes` fit its quota, or raise QuotaExceeded."""
+        """Evict idle blocks of `tenant` until `size_bytes` fit its quota; else QuotaExceeded."""
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
 

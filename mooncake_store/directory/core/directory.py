@@ -293,7 +293,7 @@ class Directory:
         prefix_only: bool = True,
     ) -> list[tuple[Copy, ...]]:
         """The ready copies of each key, leased to `owner`, up to the first key without a copy.
-        lease_s=0 records a use without a lease. prefix_only=False: an entry per key, perhaps ()."""
+        With lease_s=0, only a use is recorded. prefix_only=False: an entry per key, perhaps ()."""
         table = self._copies
         table.advance(now_s)
         found: Sequence[Held | None]

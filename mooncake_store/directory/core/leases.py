@@ -1,11 +1,11 @@
 """Leases of requests and pins of operators: both protect a copy from eviction.
 
 An owner is one request in one process ("r17/prefill_0"). All leases of an owner share one deadline.
-A new lease can only move the deadline later, and one release ends all leases. Ending a request
-therefore costs only its own leases, and the deadline heap has one entry per owner.
+A new lease can only move the deadline later, and one release ends all leases. The end of a request
+therefore costs time for its own leases only, and the heap of deadlines has an entry per owner.
 
-Each lease records the depth of its block in the owner's chain. `release` returns copies deepest
-first, which is the order in which eviction should take them (eviction/).
+Each lease records the depth of its block: its position in the owner's prompt. `release` returns the
+deepest copies first, because eviction should take the end of a prompt before its start (eviction/).
 
 Not here: the state of a copy after its last lease (copies.py), the effect of a pin (holder.py).
 """
@@ -21,14 +21,14 @@ from mooncake_store.directory.core.config import DirectoryConfig
 from mooncake_store.directory.core.holder import CopyState, HeldCopy, Pin, leave_idle
 from mooncake_store.errors import RequestInvalid, StoreFull
 
-PINS_MAX = 1_000_000
+PINS_MAX = 1_000_000  # pinned keys
 
 
 @dataclass(slots=True, eq=False)
 class Owner:
     name: str
-    until_s: float
-    copies: dict[HeldCopy, int] = field(default_factory=dict)  # copy -> depth in the owner's chain
+    until_s: float  # deadline of all its leases, by the directory's clock
+    copies: dict[HeldCopy, int] = field(default_factory=dict)  # copy -> depth of its block
     next_depth: int = 0  # one more than the depth of the deepest block leased so far
     is_gone: bool = False  # released; a heap entry may remain
 
@@ -39,9 +39,9 @@ class LeaseTable:
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
         self._owners: dict[str, Owner] = {}
-        self._heap: list[tuple[float, int, Owner]] = []  # (time <= deadline, order, owner)
-        self._pushed = 0
-        self._leases = 0
+        self._heap: list[tuple[float, int, Owner]] = []  # (time <= deadline, tie-breaker, owner)
+        self._pushed = 0  # entries pushed to the heap so far; the tie-breaker
+        self._leases = 0  # one per owner and copy
 
     def __len__(self) -> int:
         return self._leases
@@ -54,7 +54,7 @@ class LeaseTable:
         return owner in self._owners
 
     def next_depth(self, owner: str) -> int:
-        """One more than the depth of the deepest block that `owner` has leased; 0 if unknown."""
+        """One more than the depth of the deepest block that `owner` has leased; 0 without any."""
         known = self._owners.get(owner)
         return known.next_depth if known else 0
 
@@ -62,7 +62,7 @@ class LeaseTable:
         return now_s + min(lease_s, self._config.lease_s_max)
 
     def refuse_too_many(self, owner: str, more: int) -> None:
-        """Raise StoreFull when there is no room for `more` leases of `owner`."""
+        """Raise StoreFull if `more` leases of `owner` would exceed leases_max or owners_max."""
         config = self._config
         is_new = owner not in self._owners
         if self._leases + more > config.leases_max or self.owners + is_new > config.owners_max:
@@ -72,7 +72,7 @@ class LeaseTable:
             )
 
     def hold(self, owner: str, copies: Iterable[tuple[int, HeldCopy]], until_s: float) -> None:
-        """Lease (depth, copy) pairs to `owner`. A copy with its first lease is no longer idle."""
+        """Lease (depth, copy) pairs to `owner`. The first lease of a copy ends its idle state."""
         holding = self._extended(owner, until_s)
         held = holding.copies
         before = len(held)
@@ -95,7 +95,8 @@ class LeaseTable:
     def write_chain(
         self, owner: str, first: int, copies: Sequence[HeldCopy], until_s: float
     ) -> None:
-        """Lease newly reserved copies of consecutive blocks; `first` is the depth of the first."""
+        """Record the leases of new copies of consecutive blocks, whose lease counts are 1 already.
+        `first`: depth of the first block."""
         if not copies:
             return
         holding = self._extended(owner, until_s)
@@ -106,7 +107,7 @@ class LeaseTable:
     def copies(self) -> Iterable[HeldCopy]:
         """Every leased copy, once; removed copies may be included."""
         every = (copy for owner in self._owners.values() for copy in owner.copies)
-        return dict.fromkeys(every)  # not a set: its order depends on addresses
+        return dict.fromkeys(every)  # not a set, whose order depends on memory addresses
 
     def held(self, owner: str) -> list[HeldCopy]:
         """The copies that `owner` leases; removed copies may be included."""
@@ -114,14 +115,14 @@ class LeaseTable:
         return list(known.copies) if known else []
 
     def renew(self, owner: str, until_s: float) -> bool:
-        """Move the deadline later; False when this owner has no leases (any more)."""
+        """Move the owner's deadline to `until_s`, never earlier. False: it has no leases."""
         if owner not in self._owners:
             return False
         self._extended(owner, until_s)
         return True
 
     def drop_all(self, owner: str, copies: Sequence[HeldCopy]) -> None:
-        """End these leases of `owner`. An owner is forgotten with its last lease."""
+        """End the owner's leases of these copies. An owner without leases is forgotten."""
         if not copies:
             return
         holding = self._owners[owner]
@@ -133,7 +134,7 @@ class LeaseTable:
             self.release(owner)
 
     def release(self, owner: str) -> list[HeldCopy]:
-        """End all leases of `owner`, if any; its copies that still exist, deepest first."""
+        """End all leases of `owner`. Returns its copies that still exist, deepest first."""
         holding = self._owners.pop(owner, None)
         if holding is None:
             return []
@@ -165,7 +166,7 @@ class LeaseTable:
             owner = self._owners[name] = Owner(name, until_s)
             self._push(owner)
         elif until_s > owner.until_s:
-            owner.until_s = until_s  # due() pushes its early heap entry again
+            owner.until_s = until_s  # due() renews the heap entry, which now is too early
         return owner
 
     def _push(self, owner: Owner) -> None:
@@ -173,7 +174,7 @@ class LeaseTable:
         heappush(self._heap, (owner.until_s, self._pushed, owner))
 
     def counts(self) -> dict[HeldCopy, int]:
-        """Leases per copy, counted from scratch for check()."""
+        """Leases per copy, counted anew for check()."""
         found: dict[HeldCopy, int] = {}
         for owner in self._owners.values():
             for copy in owner.copies:
@@ -196,8 +197,8 @@ class PinTable:
     """Pinned keys: soft pins (evicted last, with an expiry) and hard pins (never evicted).
 
     A pin belongs to a block key, so it holds for every copy of the block, including later copies. A
-    soft pin ends at its expiry, a hard pin when an operator removes it. Beyond
-    hard_pin_fraction_max of a holder's memory, a hard pin counts as soft for a copy (copies.py).
+    soft pin ends at its expiry, a hard pin when an operator removes it. On a holder whose
+    hard-pinned memory reaches hard_pin_fraction_max, a further hard pin acts as soft (copies.py).
     """
 
     def __init__(self) -> None:
@@ -219,8 +220,8 @@ class PinTable:
         return ((key, until_s) for key, (kind, until_s) in self._pins.items() if kind is pin)
 
     def restore(self, records: Iterable[tuple[Sequence[bytes], Pin, Sequence[float]]]) -> None:
-        """Restore earlier pins in order: keys, kind, until_s (one for all keys, or one per key). No
-        key has a copy yet. A million pins take about a second."""
+        """Replay the changes of earlier pins: (keys, kind, until_s for all keys or per key) of
+        each. Call it before any key has a copy. A million pins take about a second."""
         for keys, pin, until_s in records:
             if pin is Pin.NONE:
                 for key in keys:
@@ -234,7 +235,7 @@ class PinTable:
         heapify(self._heap)
 
     def checked(self, keys: Sequence[bytes], kind: str, ttl_s: float) -> Pin:
-        """The kind of pin; RequestInvalid or StoreFull when these keys cannot get it."""
+        """The pin of this name; RequestInvalid or StoreFull if these keys cannot get it."""
         if kind not in {pin.value for pin in Pin}:
             raise RequestInvalid(f"a pin is one of none, soft, hard; got {kind!r}")
         pin = Pin(kind)

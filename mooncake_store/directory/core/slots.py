@@ -3,12 +3,11 @@
 A *unit* is the smallest allocation (unit_bytes, a power of two). A *slot* is a run of units that
 holds one block. The number of a slot is the number of its first unit, so the geometry of the memory
 (layout.py) gives the byte address. Slots of one size are cut from *slabs*: runs of adjacent slots.
-When one size is no longer needed, its slabs give memory back to other sizes. A single size packs
-the memory without a gap. An empty slab is released only when another size needs it.
+An empty slab is released when another size needs memory. Slots of a single size fill the memory
+without a gap.
 
-Every use of a slot has its own generation. NIXL cannot revoke access, so a late reader or writer
-can always touch a slot that has a new owner. The generation and the checksum reveal such an access.
-A slot whose writer vanished is quarantined, because a transfer to it may still be in flight.
+A slot whose writer vanished is quarantined, because a transfer to it may still be in flight: a
+one-sided transfer (NIXL) cannot be revoked.
 
 Not here: the contents and the generation of a slot (holder.py), the choice of the block to evict
 (eviction/, copies.py).
@@ -25,8 +24,8 @@ from mooncake_store.records.blocks import Slot
 
 SLABS_WISHED = 64  # least number of slabs that the memory is cut into, if blocks are small enough
 SLAB_BYTES_MAX = 64 * 2**20  # upper bound of a slab, unless one block is larger
-# For this time after its quarantine, a slot may still receive late bytes: Linux retransmits the
-# unacknowledged data of a TCP connection for about 15 minutes (tcp_retries2).
+# For this time after its quarantine, a slot may still receive late bytes: twice the 15 minutes for
+# which Linux retransmits the unacknowledged data of a TCP connection (tcp_retries2).
 LATE_S = 1_800.0
 
 
@@ -37,7 +36,7 @@ class Slab:
     start: int
     slots: int
     units: int
-    fresh: int = 0  # the first `fresh` slots were used at least once; later ones need no list
+    fresh: int = 0  # the first `fresh` slots were used at least once; the later ones are all free
     freed: list[int] = field(default_factory=list)  # free slots among the first `fresh`
     used: int = 0  # slots in use or in quarantine
 
@@ -64,7 +63,8 @@ class FreeRuns:
         self.runs: list[tuple[int, int]] = [(0, units)] if units else []  # (start, length)
 
     def carve(self, least: int, wished: int) -> tuple[int, int] | None:
-        """(start, length) of `wished` units, or fewer, a multiple of `least`; None: no such run."""
+        """Take `wished` units, or else the most units of a run that are a multiple of `least`:
+        (start, length). None: no run has `least` units."""
         fitting = (i for i, (_, length) in enumerate(self.runs) if length >= wished)
         index = next(fitting, None)
         if index is None:
@@ -100,7 +100,7 @@ class FreeRuns:
 
 
 class SlotPool:
-    """Every unit is in a free run or a slab; a slab's slots are used, quarantined or free."""
+    """Every unit is in a free run or in a slab. A slot of a slab is used, quarantined or free."""
 
     def __init__(self, units: int, unit_bytes: int) -> None:
         assert units >= 0 < unit_bytes, f"{units} units of {unit_bytes} bytes"
@@ -111,7 +111,7 @@ class SlotPool:
         self._slabs: dict[int, Slab] = {}  # start -> slab
         self._open: dict[int, list[Slab]] = {}  # units per slot -> slabs with room
         self._quarantine: list[tuple[float, int]] = []  # heap of (until_s, slot)
-        self._late_until_s: dict[int, float] = {}  # unit -> end of LATE_S, in order of time
+        self._late_until_s: dict[int, float] = {}  # unit -> end of its LATE_S, in order of time
 
     @property
     def free_units(self) -> int:
@@ -149,7 +149,7 @@ class SlotPool:
         self.used_units -= self._give(slot)
 
     def quarantine(self, slot: int, until_s: float) -> None:
-        """End this use of the slot, but do not hand the slot out before `until_s`."""
+        """End this use of the slot, and keep the slot from new uses until `until_s`."""
         units = self.slab_of(slot).units
         self.used_units -= units
         self.quarantined_units += units
@@ -168,8 +168,8 @@ class SlotPool:
         return len(self._quarantine) < before
 
     def late(self, slots: Sequence[Slot | None], units: int, now_s: float) -> tuple[int, ...]:
-        """Indices of the slots, of `units` units each, with a unit whose quarantine ended less than
-        LATE_S ago. An abandoned transfer may still write into such a slot."""
+        """The indices of those slots, of `units` units each, that have a unit whose quarantine
+        ended less than LATE_S ago. An abandoned transfer may still write into these slots."""
         late = self._late_until_s
         while late and next(iter(late.values())) <= now_s:
             del late[next(iter(late))]
@@ -183,8 +183,8 @@ class SlotPool:
 
     def adopt(self, slot: int, units: int) -> bool:
         """Mark a slot from an earlier directory as used; False when its units are taken or do not
-        exist. The earlier slabs are unknown. Slots of one size that are adopted in ascending order
-        and are adjacent form a new slab, up to the usual slab size."""
+        exist. The earlier slabs are unknown. Adjacent slots of one size form a new slab, up to the
+        usual slab size, if they are adopted in ascending order."""
         if slot < 0 or slot + units > self.units or not self._runs.cut(slot, units):
             return False
         index = bisect_right(self._starts, slot) - 1
@@ -206,8 +206,9 @@ class SlotPool:
 
     def neighbours(self, units: int, starts: Sequence[int]) -> list[int] | None:
         """The slabs to empty so that a slot of `units` can be cut; None when no choice suffices.
-        `starts`: first units of the slabs that may be emptied, best first. Adjacent free memory is
-        used too. Of all choices, the one whose worst slab is best in `starts` is returned."""
+        `starts`: the slabs that may be emptied, the cheapest first. A slab is named by its first
+        unit. Adjacent free memory counts as well. Of all choices, the one is returned whose most
+        expensive slab is the cheapest."""
         rank = {start: position for position, start in enumerate(starts)}
         pieces = [(start, length, -1) for start, length in self._runs.runs]
         for slab in self._slabs.values():
@@ -247,7 +248,7 @@ class SlotPool:
         return slab
 
     def _slab_units(self, units: int) -> int:
-        """The wished size of a slab with slots of `units` units each, in units."""
+        """The usual size, in units, of a slab with slots of `units` units each."""
         wished_units = min(self.units // SLABS_WISHED, SLAB_BYTES_MAX // self.unit_bytes)
         return max(1, wished_units // units) * units
 

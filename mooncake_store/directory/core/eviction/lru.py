@@ -1,13 +1,13 @@
 """Least recently used (LRU) eviction, as in the Mooncake paper.
 
-On the paper's trace, LFU and a length-aware policy have a lower hit rate at every cache size. With
-10,000 blocks it is .35 and .35 against .40 (Mooncake, arXiv version, Table 1). `density.py` has a
-higher one (bench/RESULTS.md).
+On the paper's trace, LFU and a length-aware policy have a lower hit rate at every cache size: 0.35
+each with 10,000 blocks, where LRU has 0.40 (Mooncake, arXiv version, Table 1). The policy of
+density.py has a higher hit rate than LRU (bench/RESULTS.md).
 
-A request uses its chain from the end to the start, so insertion order is recency order, and neither
-a clock nor a depth is stored. A heap of (used_s, -depth) gives the same order, but a lookup costs
-several times as much. A leased block counts as used until its last lease ends, so it returns as the
-latest.
+The directory adds the blocks of a prompt from its end to its start. So insertion order is the order
+of eviction, and neither a time nor a depth is stored. A heap of (used_s, -depth) gives the same
+order at several times the cost. A leased block returns as the most recent one when its last lease
+ends.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
-BATCH_MIN = 64  # keys
-BATCH_SHIFT = 7  # a batch has the keys of the plain dict / 2**BATCH_SHIFT, at least BATCH_MIN
+BATCH_MIN = 64  # least number of keys that RecencyQueue moves at once
+BATCH_SHIFT = 7  # a larger dict moves 1 / 2**BATCH_SHIFT of its keys at once
 
 
 class RecencyQueue:
     """Recency queue of key -> stamp, least recently appended first: the base of both policies.
 
-    Most keys are in a plain dict, the coldest 1/128 in an OrderedDict. A plain dict keeps insertion
-    order and takes 34 to 67 bytes per key. An OrderedDict takes 79 to 126 (both at 10 million keys,
-    after growth and after much use). But `next(iter(dict))` walks over all entries deleted before
-    the first key, so draining a dict from its front is quadratic. The OrderedDict is filled from
-    the dict in batches, with one such walk per batch. When more keys have left the dict by its
+    Most keys are in a plain dict, the coldest 1/128 or less in an OrderedDict. A plain dict keeps
+    insertion order and takes 34 (after growth) to 67 (after much use) bytes per key at 10 million
+    keys; an OrderedDict takes 79 to 126. But `next(iter(dict))` walks over all entries deleted
+    before the first key, so draining a dict from its front is quadratic. The OrderedDict is filled
+    from the dict in batches, with one such walk per batch. When more keys have left the dict at its
     front than remain, the dict is copied, which drops the deleted entries.
 
-    Stamps belong to the caller, which shares one int object among many keys.
+    A stamp is any integer of the caller. Keys that share one int object save memory.
     """
 
     __slots__ = ("_coldest", "_left", "_rest")
@@ -54,7 +54,7 @@ class RecencyQueue:
         self._rest[key] = stamp
 
     def pop(self, key: bytes) -> int | None:
-        """Remove a key; its stamp, or None when the key is not in the queue."""
+        """Remove a key. Returns its stamp, or None when the key is not in the queue."""
         stamp = self._rest.pop(key, None)
         return self._coldest.pop(key, None) if stamp is None else stamp
 
@@ -67,7 +67,7 @@ class RecencyQueue:
         return next(iter(self._coldest.items()))
 
     def pop_head(self) -> bytes:
-        """Remove and return the key that `head` has just returned; only directly after `head`."""
+        """Remove and return the first key. Call `head` directly before it."""
         return self._coldest.popitem(last=False)[0]
 
     def _fill_coldest(self) -> None:

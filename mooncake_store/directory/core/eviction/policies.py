@@ -1,20 +1,20 @@
 """The eviction policies by name, and the protocol that they implement.
 
 A policy only *orders* candidates and never frees a copy. A copy is a candidate only while it is
-ready and has neither a lease nor a hard pin. A leased block must survive even as the coldest one,
-because NIXL reads it without another request to the directory.
+ready and has neither a lease nor a hard pin. A leased block is never a candidate, because a
+one-sided transfer (NIXL) reads it without another request to the directory.
 
-    use             -> call of the directory
-    written, read   -> add(keys) when the last lease ends
-    leased, pinned  -> discard(keys); the next add(keys) counts as one more use
-    read, no lease  -> touch(key)
-    evicted         -> take_coldest(count), or evicted(key) of any block: for room; a policy may
-                       remember a bounded number of names
-    removed         -> forget(key): rejected by a reader, removed, lost; no name is remembered
+    event                 call by the directory
+    last lease ended      add(keys)
+    leased, or pinned     discard(keys); the next add(keys) counts as one more use
+    read without a lease  touch(key)
+    evicted for room      take_coldest(count), or evicted(key) of any block; a policy may remember
+                          the names of a bounded number of evicted blocks
+    removed or corrupt    forget(key); no name is remembered
 
-Deepest first: the directory adds or touches a chain of blocks from its end to its start, so among
-blocks used together the deepest one is the coldest. Evicting block 3 makes blocks 4, 5, ...
-unreachable, and the reverse does not hold. No depth is stored.
+The directory adds or touches the blocks of a prompt from its end to its start. So of the blocks
+used together, the last one of the prompt is the coldest, without a stored position. Evicting block
+3 makes blocks 4, 5, ... unreachable, and evicting them leaves block 3 usable.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ class EvictionOrder(Protocol):
         """Whether the key is a candidate."""
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """Copies became idle after a use or a write, in this order."""
+        """Make keys candidates after a use or a write, the first key as the coldest."""
 
     def touch(self, key: bytes) -> None:
-        """A candidate was used without a lease."""
+        """Record the use of a candidate without a lease."""
 
     def discard(self, keys: Sequence[bytes]) -> None:
-        """These keys are no candidates until the next `add`. Unknown keys are allowed."""
+        """Remove keys until their next `add`. Unknown keys are allowed."""
 
     def take_coldest(self, count: int) -> list[bytes]:
-        """Remove up to `count` candidates as evicted for room; their keys, coldest first."""
+        """Remove up to `count` candidates, evicted for room. Returns their keys, coldest first."""
 
     def evicted(self, key: bytes) -> None:
-        """The copy was evicted for room. The policy may remember its name."""
+        """Remove the key of a copy that was evicted for room. The policy may remember the key."""
 
     def forget(self, key: bytes) -> None:
-        """The copy is gone for another reason, leased or not. Nothing about it is kept."""
+        """Remove a key for another reason, whether it is a candidate or leased."""
 
     def keys(self, limit: int | None = None) -> list[bytes]:
         """The first `limit` candidates, coldest first; None: all."""
 
     def check(self) -> None:
-        """Prove the invariants."""
+        """Assert the invariants."""
 
 
 _MAKERS: dict[str, Callable[[], EvictionOrder]] = {"lru": Lru, "density": Density}
