@@ -3,11 +3,11 @@
 Page-major layout: page p is one span of bytes in the layout of a block, [layers, kv_factor,
 kv_heads, block_tokens, head_dim]. So moving a block is one copy, and each layer is one span.
 
-On a CPU both views are the same memory. On a GPU the bytes are a pinned host mirror. Pages are
-copied on demand (`import_pages`, `export_pages`, `begin_export`), concurrently with steps. `arrive`
-makes later steps wait for the copies into these pages.
+On a CPU the array and the tensor are the same memory. On a GPU the array is a pinned mirror of the
+tensor in host memory. `import_pages` copies pages to the GPU, and `export_pages` and `begin_export`
+copy them back, concurrently with steps. `arrive` makes later steps wait for copies into pages.
 
-All memory is touched at construction: so the first request causes no page faults, and a machine
+All memory is touched at construction. So the first request causes no page faults, and a machine
 with too little memory fails at the start.
 
 Not here: the allocation of pages (pages.py).
@@ -46,7 +46,7 @@ class KvMemory:
         pages_max: int,
         device: torch.device,
         is_mirrored: bool | None = None,  # None: True unless the device is the CPU
-        queue: CopyQueue | None = None,  # copies of a mirror; None: the device's queue
+        queue: CopyQueue | None = None,  # makes the copies of a mirror; None: the device's queue
     ) -> None:
         assert pages_max > 0, pages_max
         self.layout = layout
@@ -67,7 +67,7 @@ class KvMemory:
         self._see_rows()
 
     def folded(self, layers: int) -> KvMemory:
-        """The same memory as pages of `layers` layers: ring buffers (batching/layer_passes.py)."""
+        """This memory as pages of `layers` layers: layer ring buffers (layer_passes.py)."""
         layout = replace(self.layout, layers=layers)
         shape = _page_shape(layout)
         rings = len(self.bytes) // layout.block_bytes
@@ -82,8 +82,8 @@ class KvMemory:
         layout, pool = self.layout, self.pool
         if layout.dtype == "fp8":  # torch gathers and scatters bytes, not fp8
             pool = pool.view(torch.uint8)
-        # Views of the memory as rows, from the first row of each layer on. So row indices of layer
-        # 0 are valid for all layers.
+        # Two views of the memory as rows for each layer, which begin at the layer's first row. So
+        # row indices that are computed for layer 0 are valid for all layers.
         heads_rows = pool.view(-1, layout.block_tokens * layout.head_dim)
         token_rows = pool.view(-1, layout.head_dim)
         step = layout.rows
@@ -93,20 +93,20 @@ class KvMemory:
         ]
 
     def clear_pages(self, pages: Sequence[int]) -> None:
-        """Fill pages with zeros. Masked values must be finite too, because 0 x NaN is NaN."""
+        """Fill pages with zeros. Attention reads masked values too, and 0 x NaN would be NaN."""
         for page in pages:
             self.pool[page].zero_()
 
     def import_pages(self, pages: Sequence[int], layer: int | None = None) -> None:
-        """Copy pages, or one layer of them, from the mirror, if there is one. From any thread. No
-        running step may use these pages."""
+        """Copy pages, or one layer of them, from the mirror, if there is one. No running step may
+        use these pages. Any thread."""
         if self.is_mirrored:
             parts = _parts(pages, layer)
             done = self._queue.bring([(self.pool[part], self._host[part]) for part in parts])
             self._arrivals.sent(self._units(pages, layer), done)
 
     def arrive(self, pages: Pages, layer: int | None = None) -> None:
-        """Let the computing stream wait for copies into these pages, or into one layer of them."""
+        """Make the computing stream wait for copies into these pages, or one layer of them."""
         if self.is_mirrored:
             self._arrivals.hold(self._units(pages, layer))
 
@@ -120,7 +120,7 @@ class KvMemory:
             self._fetch(pages).synchronize()
 
     def begin_export(self, pages: Sequence[int], layer: int) -> Done:
-        """Start the copy of a computed layer of these pages to `bytes`."""
+        """Start to copy a computed layer of these pages to `bytes`."""
         return self._fetch(pages, layer) if self.is_mirrored else Done()
 
     def _fetch(self, pages: Sequence[int], layer: int | None = None) -> Done:
@@ -128,7 +128,7 @@ class KvMemory:
         return self._queue.fetch([(self._host[part], self.pool[part]) for part in parts])
 
     def _units(self, pages: Pages, layer: int | None = None) -> NDArray[np.int64]:
-        """Units of `PagesArriving`: the layers of all pages, or of all ring buffers, in order."""
+        """Unit numbers of these pages, or of one layer of them, in `PagesArriving`."""
         layers = self.layout.layers
         first = np.asarray(pages, dtype=np.int64) * layers
         if layer is not None:
@@ -137,7 +137,7 @@ class KvMemory:
 
 
 def _parts(pages: Sequence[int], layer: int | None) -> list[slice] | list[tuple[int, int]]:
-    """A slice for each run of pages; with a layer, (page, layer) of each page."""
+    """Index of each part to copy: a slice for each run of pages, or (page, layer) of each page."""
     return list(runs(pages)) if layer is None else [(page, layer) for page in pages]
 
 
@@ -147,14 +147,14 @@ def _page_shape(layout: KvLayout) -> tuple[int, ...]:
 
 
 def _faulted(size_bytes: int, is_pinned: bool) -> NDArray[np.uint8]:
-    """Zeroed bytes, aligned to memory pages, with all page faults taken."""
-    if is_pinned:  # a GPU copies faster to and from pinned memory, and asynchronously
+    """Zeroed bytes, aligned to memory pages of the OS, which are all allocated."""
+    if is_pinned:  # a GPU copies to and from pinned memory faster, and asynchronously
         pinned: NDArray[np.uint8] = torch.zeros(
             size_bytes, dtype=torch.uint8, pin_memory=True
         ).numpy()
         return pinned
     memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # without huge pages it is only slower
+    with contextlib.suppress(OSError):  # without huge pages the engine is only slower
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer TLB misses in gathers
     array = np.frombuffer(memory, dtype=np.uint8)
     array[:: mmap.PAGESIZE] = 0

@@ -1,9 +1,9 @@
 """Matrix products with weights; selects the fastest library for each.
 
 On a CPU, float32 and bfloat16 weights are packed for oneDNN (reasons in onednn.py), and the plain
-matrix is dropped. Exception: a product of a small float32 matrix with a single row uses torch,
-which has less overhead per call, so small matrices are kept in both forms. All other products use
-torch. The choice depends on shapes only, so the same batch has the same result in every process.
+matrix is dropped. Exception: small float32 matrices are kept in both forms, because torch has less
+overhead per call for a product with a single row. Other devices and dtypes use torch. The choice
+depends on dtype and shapes only, so a batch has the same result in every process of a machine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from backends.engine.torch import onednn
 
-# Measured on one core (EPYC, Zen 5), one row: 256 x 704 takes 9 us plain and 18 us packed, 4096 x
-# 4096 takes 2.3 ms plain and 1.3 ms packed.
+# Largest matrix that is kept in both forms. One row, one core (EPYC, Zen 5): 256 x 704 takes 9 us
+# plain and 18 us packed. 4096 x 4096 takes 2.3 ms plain and 1.3 ms packed.
 PLAIN_BYTES_MAX = 4 * 1024**2
 
 
@@ -28,7 +28,7 @@ class Linear:
         self._plain = weight if self._packed is None or is_small else None
 
     def _packed_for(self, inputs: torch.Tensor) -> torch.Tensor | None:
-        """The packed weight; None: use the plain one, because it is faster or the only one."""
+        """The packed weight; None: the plain weight is faster or the only one."""
         return None if self._plain is not None and len(inputs) == 1 else self._packed
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Linear:
         return F.linear(inputs, self._plain, self.bias)
 
     def add_to(self, residual: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """residual + the product. It may change `residual`: use only the result."""
+        """residual + the product. `residual` may be overwritten, so use only the result."""
         if (packed := self._packed_for(inputs)) is not None:
             return onednn.product_plus(inputs, packed, self.bias, residual)
         assert self._plain is not None

@@ -7,9 +7,9 @@
 
 Each kernel makes one pass over memory. torch needs several operations and gathers the pages. At
 batch 16 and 4,096 tokens of context, gathering moved three times the bytes of the KV. The kernels
-run on torch's own threads (`GOMP_parallel` of its OpenMP), so no second thread pool competes for
-the cores. torch is used without AVX-512 or a compiler, and for other devices and dtypes. Results
-differ in the last bits only: torch rounds bfloat16 after each operation, the kernels round once.
+run on the threads of torch's OpenMP (`GOMP_parallel`), so no second thread pool needs the cores.
+Without AVX-512 or a compiler, and for other devices and dtypes, torch is used. Results differ in
+the last bits only: torch rounds bfloat16 after each operation, the kernels round once.
 """
 
 from __future__ import annotations

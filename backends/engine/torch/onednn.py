@@ -1,14 +1,13 @@
 """Matrix products by oneDNN instead of the BLAS of torch. CPU only.
 
-torch multiplies float32 matrices with MKL, which uses only AVX2 on AMD processors: 110 GFLOP/s on
-one core of an EPYC (Zen 5). oneDNN, which is part of torch, has 250 GFLOP/s there with AVX-512. On
-Intel both are equal. torch uses oneDNN for bfloat16, but with plain weights: a packed weight is two
-and a half times as fast in a product with one row.
+torch multiplies float32 matrices with MKL. On AMD processors MKL uses only AVX2 and reaches 110
+GFLOP/s on one core of an EPYC (Zen 5). oneDNN, which is part of torch, uses AVX-512 and reaches 250
+GFLOP/s there. On Intel both are equal. For bfloat16 torch uses oneDNN, but with plain weights. A
+packed weight makes a product with one row two and a half times as fast.
 
-torch has no public switch, but its compiler's operators can be called:
-`mkldnn::_linear_pointwise`, with a packed or a plain weight. They are not a public interface. So
-they are tested once on small matrices. If they are missing or wrong, torch's public functions are
-used.
+torch has no public switch for this. This module calls the operators `mkldnn::_linear_pointwise` of
+torch's compiler, which are not a public interface. So the operators are tested once on small
+matrices. If they are missing or wrong, torch's public functions are used.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import functools
 
 import torch
 
-TYPICAL_ROWS = 64  # a hint for the packing; products may have any number of rows
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # of the test, for each packed dtype
+TYPICAL_ROWS = 64  # for which the packing is optimised; products may have any number of rows
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # dtypes to pack; errors in the test
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """An opaque copy of a weight [outputs, inputs] in the layout that is fastest in oneDNN."""
+    """A copy of a weight [outputs, inputs] in an opaque layout that is fastest in oneDNN."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_ROWS)
     return packed
 
@@ -30,9 +29,9 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def product(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """inputs @ weight.T + bias. The weight is packed, contiguous, or contiguous transposed.
+    """inputs @ weight.T + bias. The weight is packed, contiguous, or a transposed contiguous one.
 
-    A slice of columns would be correct too, but a hundred times slower.
+    A slice of columns is correct too, but a hundred times slower.
     """
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, "none", [], "")
     return result
@@ -49,13 +48,13 @@ def product_plus(
 
 
 def serves(tensor: torch.Tensor) -> bool:
-    """The operators support products with this tensor."""
+    """Whether the operators support products of this tensor's device and dtype."""
     return tensor.device.type == "cpu" and tensor.dtype in TOLERANCES and _works(tensor.dtype)
 
 
 @functools.cache
 def _works(dtype: torch.dtype) -> bool:
-    """Test each function in each way that it is used, against torch's own product."""
+    """Test each use of these functions against torch's own product."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     inputs = torch.linspace(-1, 1, 5 * 24).view(5, 24).to(dtype)

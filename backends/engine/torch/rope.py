@@ -1,8 +1,8 @@
 """Rotary position embedding: a table of cosines and sines of every position, computed once.
 
-The arithmetic is that of transformers (float32 angles), so logits agree except for the last bits.
-A head x of size D is rotated by  x * cos + roll(x, D/2) * sin.  The table's sines, [-sin, sin],
-include the sign of rotate_half. All heads of q and k together need three tensor operations.
+Angles are computed in float32 as in transformers, so logits agree except for the last bits. A head
+x of size D is rotated to  x * cos + roll(x, D/2) * sin.  The sines in the table are [-sin, sin],
+with the sign of transformers' rotate_half. Three tensor operations rotate all heads of q and k.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from backends.engine.model_config import RopeConfig
 def rope_table(
     rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """[positions, 2, head_dim]: cosines, then signed sines."""
+    """[positions, 2, head_dim]: cosines, signed sines. `head_dim`: rotated scalars of a head."""
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, head_dim))
     cosines, sines = angles.cos() * rope.table_factor, angles.sin() * rope.table_factor
     table = torch.stack(
@@ -27,7 +27,7 @@ def rope_table(
 
 
 def rotate_in_place(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-    """heads [tokens, any, D] in place; cosines and sines [tokens, 1, D] of their positions."""
+    """Rotate heads [tokens, any, D]; cosines and sines [tokens, 1, D] of the tokens' positions."""
     rolled = heads.roll(heads.shape[-1] // 2, -1)
     heads.mul_(cosines).addcmul_(rolled, sines)
 
@@ -46,7 +46,7 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
-    """Llama 3: long waves are stretched by `factor`, short ones kept, with a blend between them."""
+    """Llama 3: divides low frequencies by `factor`, keeps high ones, blends those between them."""
     wavelengths = 2 * math.pi / frequencies
     context = rope.original_context_tokens
     smooth = (context / wavelengths - rope.low_freq_factor) / (
@@ -61,8 +61,8 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """YaRN: short waves of the original context are kept, long ones stretched, with a ramp between
-    them. As in transformers' `_compute_yarn_parameters`."""
+    """YaRN: divides low frequencies by `factor`, keeps high ones, and blends linearly over the
+    dimensions between them. As in transformers' `_compute_yarn_parameters`."""
 
     def dimension(turns: float) -> float:
         length = rope.original_context_tokens / (turns * 2 * math.pi)

@@ -103,7 +103,7 @@ class StepPlan:
     last_rows: torch.Tensor | None = None  # [sequences] row of each query token; None: all rows
     order: list[int] | None = None  # sequence i is batch[order[i]]; None: same order
     pages: Sequence[int] = ()  # numbers of the pages that this step writes
-    fresh_pages: Sequence[int] = ()  # those that the step begins to write and does not fill
+    fresh_pages: Sequence[int] = ()  # part of `pages`: begun by this step and not filled by it
     # The plan for GPU kernels that read pages in place. With it, groups and `prefills` are empty.
     paged: PagedPlan | None = None
 

@@ -1,12 +1,12 @@
 """The forward pass: one step of a ragged batch through the layers of a decoder.
 
-A layer is attention over paged KV and a feed-forward. The model determines the kind of attention,
-and each layer the kind of its feed-forward. Linear layers compute all tokens of all sequences as
-one matrix. In the last layer, after its KV is written, only query tokens are computed further,
-because no other hidden state is needed.
+A layer consists of attention over paged KV and a feed-forward. All layers of a model have the same
+kind of attention. Some may have a dense feed-forward and others experts. Matrix products compute
+the tokens of all sequences together. The last layer writes the KV of all tokens. It computes the
+rest only for the last token of each sequence (*query token*), because only its logits are needed.
 
-A pipeline stage computes a range of the layers. Its input are the previous stage's hidden states,
-and its output are hidden states unless it has the last layer.
+A pipeline stage computes a range of the layers. Its input is the hidden states of the previous
+stage. Its output is hidden states, or logits if it has the last layer.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Transformer:
         else:
             self.attention = GroupedAttention(memory, config.heads, rope, self._norm, kernels)
         self.dtype = rope.dtype  # of hidden states
-        self._page_layers = memory.layout.layers  # layers in a page; in ring buffers fewer than all
+        self._page_layers = memory.layout.layers  # layers in a page or ring buffer
 
     def over(self, memory: KvMemory) -> Transformer:
-        """The same model over other pages."""
+        """The same model, with its KV in the pages of `memory`."""
         return Transformer(self.config, self.weights, memory, self.rope, self.attention.kernels)
 
     def plan(self, batch: Sequence[Work], layer: int | None = None) -> StepPlan:
-        """Plan a step, let it wait for copies into the batch's pages, and clear its fresh pages.
+        """Plan a step, and make it wait for copies into its pages. Clears the plan's fresh pages.
 
         `layer`: wait only for copies into this layer of the pages; None: into all layers.
         """
@@ -75,7 +75,7 @@ class Transformer:
         return plan
 
     def arrive(self, plan: StepPlan, layer: int | None) -> None:
-        """As `plan` does: let the computing stream wait for copies into the pages of this plan."""
+        """Make the computing stream wait for copies into the plan's pages, as `plan` does."""
         assert plan.seen is not None, "the plan of a recorded step has no pages"
         self.attention.memory.arrive(plan.seen.pages, layer)
 
@@ -88,10 +88,10 @@ class Transformer:
     ) -> torch.Tensor:
         """Logits [sequences of the plan, vocabulary] of the query tokens.
 
-        `layers`: the layers of this stage to compute; None: all. Without the first layer, `hidden`
-        [rows of the plan, hidden] is the result of the layers before. Without the last layer, the
-        result are the hidden states of all rows. `on_layer(l)` is called when layer l's KV is in
-        the pages (on a GPU: queued). `l` and `layers` count from this stage's first layer.
+        `layers`: the layers to compute, counted from this stage's first layer; None: all. If they
+        do not include the model's first layer, `hidden` [rows of the plan, hidden] is the result of
+        the earlier layers. If they do not include its last layer, the result is the hidden states
+        of all rows. `on_layer(l)` is called when layer l's KV is in the pages (on a GPU: queued).
         """
         weights = self.weights
         if hidden is None:

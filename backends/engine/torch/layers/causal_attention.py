@@ -1,12 +1,13 @@
 """Causal attention of one prompt chunk over its context: by torch, or in tiles (CPU, float32).
 
-torch's fused CPU attention multiplies with MKL, which is slow on AMD (onednn.py), and computes
-scores of masked positions too. Here each tile of queries computes only its visible context: scores
-by oneDNN, softmax, values by oneDNN.
+torch's fused CPU attention multiplies with MKL, which is slow on AMD (onednn.py). It also computes
+the scores of masked positions. The tiled attention computes only the visible context of each tile
+of queries: scores by oneDNN, softmax by torch, averages of V by oneDNN.
 
-Measured on one EPYC core, 8 heads of 32, 512 queries: 1.0 ns per score instead of 1.7 at 4,096
-tokens of context, and 1.6 ms instead of 3.3 without context. The lower bound is about 0.9 ns (0.5
-for the two products at 250 GFLOP/s, 0.4 for the exponentials).
+Measured on one EPYC core, 8 heads of size 32, 512 queries. After 4,096 earlier tokens a score takes
+1.0 ns, and 1.7 ns by torch. Without earlier tokens the chunk takes 1.6 ms, and 3.3 ms by torch. The
+lower bound is about 0.9 ns per score: 0.5 ns for two products at 250 GFLOP/s, 0.4 ns for the
+exponentials.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from torch.nn.attention.bias import causal_lower_right
 from backends.engine.torch import onednn
 from backends.engine.torch.step_plan import CONTEXT_STEP_TOKENS, rounded_up
 
-# Below these sizes the calls per tile cost more than they save. Measured break-even: 128 queries, 8
-# heads and no context before them, or 16 queries and 1,024 tokens.
+# Smaller chunks are faster by torch. Measured break-even with 8 heads: 128 queries without earlier
+# tokens, or 16 queries after 1,024 tokens.
 QUERIES_MIN = 32
 SCORES_MIN = 128 * 128 * 8
 TILE_ROWS = 256  # rows of scores (queries x heads per KV head) in a tile; fits into the L2 cache
 
-# Largest materialised mask, for kernels of torch without a lower-right causal mask: 32 MiB. The
-# mask of 8,192 queries and 32,768 tokens would have 256 MiB, or 512 MiB in bfloat16.
+# Largest materialised mask of booleans (32 MiB), where torch has no kernel for a lower-right causal
+# mask. The mask of 8,192 queries and 32,768 tokens would have 256 MiB, or 512 MiB in bfloat16.
 MASK_SCALARS_MAX = 32 * 2**20
 
 
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, out: torch.Tensor
 ) -> None:
-    """The faster of `in_tiles` and `by_torch` for these arguments."""
+    """Calls the faster of `in_tiles` and `by_torch`."""
     tokens, kv_heads, shared, _ = queries.shape
     scores = tokens * kv_heads * shared * (start + tokens)
     is_large = tokens >= QUERIES_MIN and scores >= SCORES_MIN
@@ -44,16 +45,15 @@ def attend(
 def in_tiles(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, out: torch.Tensor
 ) -> None:
-    """queries [n, kv_heads, shared, D] of a request's tokens from `start` on -> out.
+    """queries [n, kv_heads, shared, D] of one sequence, from token `start` on -> out.
 
-    keys and values [kv_heads, context, D each]. The context is `start + n`, rounded up to a
-    multiple of CONTEXT_STEP_TOKENS with finite values. out has the queries' shape with the values'
-    D.
+    keys [kv_heads, context, D], values [kv_heads, context, E], out [n, kv_heads, shared, E].
+    `context` is `start + n`, rounded up to a multiple of CONTEXT_STEP_TOKENS with finite values.
     """
     tokens, kv_heads, shared, head_dim = queries.shape
     rows = (queries * head_dim**-0.5).transpose(0, 1).reshape(kv_heads, tokens * shared, head_dim)
     tile = max(1, min(TILE_ROWS // shared, 1 << (tokens.bit_length() - 1)))
-    # Row r of a tile is query r // shared. Mask all later tokens.
+    # Row r of a tile belongs to query r // shared. Mask the tokens after this query.
     later = torch.full((tile, tile + CONTEXT_STEP_TOKENS), -torch.inf).triu_(1)
     later = later.repeat_interleave(shared, 0)
     for kv_head in range(kv_heads):
@@ -70,14 +70,14 @@ def in_tiles(
 def by_torch(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, out: torch.Tensor
 ) -> None:
-    """As `in_tiles` by torch's fused kernels, for any device and dtype.
+    """Like `in_tiles`, by torch's fused kernels, for any device and dtype, and any `context`.
 
-    The context may be longer. With `start` 0 the causal flag is enough. Otherwise some GPU kernels
-    have a lower-right causal mask. The others get masks of at most MASK_SCALARS_MAX scalars.
+    With `start` 0, torch's causal flag is enough. Otherwise the mask is causal and aligned to the
+    lower right. Kernels that lack it get materialised masks of at most MASK_SCALARS_MAX scalars.
     """
     tokens, kv_heads, shared, head_dim = queries.shape
     end = start + tokens
-    # The batch are KV heads, and the heads are the query heads of one (K and V with stride 0).
+    # torch's batch dimension: KV heads. torch's heads: query heads of a KV head, K and V expanded.
     rows, target = queries.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
     shape = (kv_heads, shared, end, head_dim)
     keys = keys[:, :end].unsqueeze(1).expand(shape)
@@ -100,7 +100,7 @@ def by_torch(
 
 
 def _knows_lower_right(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """torch has a kernel that needs no materialised mask; the same condition as in CausalBias."""
+    """Whether torch has a kernel with a lower-right mask; the condition of torch's CausalBias."""
     if not queries.is_cuda:
         return False
     asked = SDPAParams(queries, keys, values, None, 0.0, False, False)
@@ -108,9 +108,9 @@ def _knows_lower_right(queries: torch.Tensor, keys: torch.Tensor, values: torch.
 
 
 def _tiles(tokens: int, tile: int) -> list[tuple[int, int]]:
-    """Ranges of one size that cover all tokens. The last one may overlap the one before.
+    """Ranges of size `tile` that cover all tokens. The last two ranges may overlap.
 
-    A partial tile would be another shape, and oneDNN compiles for each shape (see rounded_rows).
+    A smaller last tile would be another shape, for which oneDNN compiles (see `rounded_rows`).
     """
     firsts = [*range(0, tokens - tile, tile), max(0, tokens - tile)]
     return [(first, min(first + tile, tokens)) for first in firsts]

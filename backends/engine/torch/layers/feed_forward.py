@@ -1,9 +1,9 @@
 """The feed-forward part of a layer, dense or with experts, computed for each token separately.
 
-Mixture of experts as in DeepSeek-V3: each token uses a few routed experts and the shared ones.
-Routing: sigmoid scores in float32. A correction bias per expert affects the choice, but not the
-weight. Experts are in groups. A group's rank is the sum of its two best scores with their biases,
-and only experts of the best groups can be chosen.
+Mixture of experts as in DeepSeek-V3: each token uses a few routed experts, and the shared experts.
+A routed expert's score is a sigmoid in float32. A correction bias per expert is added to choose
+experts, but not to weight their results. Routed experts are in groups. Groups are ranked by the sum
+of their two best biased scores, and only experts of the best groups can be chosen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FeedForward(Protocol):
     def add_to(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """residual + feed_forward(normed), all [rows, hidden].
 
-        It may change `residual`: use only the result.
+        `residual` may be overwritten, so use only the result.
         """
         ...
 
@@ -59,7 +59,7 @@ class Router:
         self._correction = correction
 
     def choose(self, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """normed [rows, hidden] -> experts and their weights, int64 and float32 [rows, chosen]."""
+        """normed [rows, hidden] -> expert indices (int64) and weights (float32) [rows, chosen]."""
         config = self._config
         scores = (normed.float() @ self._weight_t).sigmoid()
         ranked = scores + self._correction
@@ -82,7 +82,7 @@ class ExpertsFeedForward:
     shared: DenseFeedForward
 
     def add_to(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Sort tokens by expert, so that each expert computes its tokens as one matrix."""
+        """Sorts tokens by expert, so that each expert computes its tokens in one product."""
         chosen, weights = self.router.choose(normed)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts)).tolist()
         order = chosen.flatten().argsort(stable=True)
@@ -94,7 +94,7 @@ class ExpertsFeedForward:
             if count == 0:
                 continue
             own = slice(first, first + count)
-            # Padded to few different shapes (see rounded_rows).
+            # Padding keeps the number of different shapes small (see `rounded_rows`).
             inputs = normed.new_zeros(rounded_rows(count), normed.shape[1])
             inputs[:count] = normed[rows[own]]
             output = expert.down(expert.inner(inputs))[:count]

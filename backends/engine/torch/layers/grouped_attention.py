@@ -1,8 +1,8 @@
 """Grouped-query attention over paged KV: Llama, Mistral, Qwen2, Qwen3.
 
-Native code (native_layers.py) and a GPU's kernels (gpu/paged_kernels.py) read the pages in place.
-Otherwise the pages are gathered. K and V are not repeated for the query heads that share a KV head:
-these heads are rows of one matrix (query tokens), or K and V have stride 0 (prefill).
+CPU kernels (native_layers.py) and GPU kernels (gpu/paged_kernels.py) read the pages in place. Where
+neither works, the pages are gathered for torch. Query heads that share a KV head share its K and V:
+as the rows of one matrix (query tokens), or by expanding K and V with stride 0 (prefill).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         self.shared = heads // layout.kv_heads  # query heads per KV head
         self.head_dim = layout.head_dim
         self._norm = norm
-        self._packed = rope.new_empty(0)  # scratch memory: packed K and V of a chunk's context
+        self._packed = rope.new_empty(0)  # scratch of `attend_prefill`; grows as needed
         self.reads_seen = (
             native_layers.serves(self._packed) and self.head_dim <= native_layers.HEAD_DIM_MAX
         )
@@ -62,13 +62,13 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         )
 
     def angles(self, plan: StepPlan) -> torch.Tensor | None:
-        # Native code reads the table itself.
+        # The CPU kernel reads the RoPE table itself.
         return None if self._norm.is_native else super().angles(plan)
 
     def project(self, step: Step, normed: torch.Tensor) -> torch.Tensor:
         """Queries [rows, q heads, head_dim]. Writes the normed and rotated K and V to the pages.
 
-        Attention reads K and V of this step from the pages too, because fp8 rounds them there.
+        Attention also reads the K and V of this step from the pages, where fp8 has rounded them.
         """
         layer, angles = step.weights, step.angles
         rotated_heads = self.heads + self.kv_heads
@@ -126,12 +126,12 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         self, paged: PagedAttend, pages: torch.Tensor, queries: torch.Tensor
     ) -> torch.Tensor:
         """queries [rows, heads, head_dim] -> the same shape."""
-        if paged.sequences is None:  # a recorded step has no alternative
+        if paged.sequences is None:  # a recorded step: `plain` cannot run without host arrays
             return paged.attend(pages, queries)
         if self.kernels is not None:
             try:
                 return paged.attend(pages, queries)
-            except Exception as error:  # Catch all: the earlier check does not cover every shape
+            except Exception as error:  # Catch all: the test at the start does not try all shapes
                 log.warning("%s failed, pages are gathered now: %s", self.kernels.name, error)
                 self.kernels = None
         return paged_kernels.plain(pages, paged.sequences, queries)

@@ -1,15 +1,15 @@
 """Multi-head latent attention over paged latents: DeepSeek-V3, Kimi K2.
 
-A token's row in the pages is its normed latent and one rotated key for all heads. K and V of a head
-are projections of the latent. There are two forms of the same attention:
+A page holds one row per token: the token's normed latent, and one rotated key for all heads. K and
+V of each head are projections of the latent. There are two forms of the same attention:
 
-    absorbed   the projection of K is applied to the query, and that of V to the average. One row
-               is read per token, for any number of heads. For query tokens and short chunks
-    expanded   K and V of the context are computed from the latents. Fewer products per score, so
-               better for chunks with many queries (`_expanded_from`)
+    absorbed   Projects the query into the latent space, averages latents, then projects the average
+               to V. Reads one row per token for all heads. Used for query tokens and short chunks
+    expanded   Projects the latents of the context to K and V. Multiplies less per score, so it is
+               faster for chunks of at least `_expanded_from` tokens
 
-weights.py folds the weights of the two inner norms into the matrices after them, and YaRN's score
-factor into the query matrix. It also reorders the rotary rows of interleaved checkpoints.
+weights.py folds the weights of the two latents' norms and YaRN's score factor into matrices. It
+also reorders the rotary rows of interleaved checkpoints.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from backends.engine.torch.linear import Linear
 from backends.engine.torch.rope import rotate_in_place
 from backends.engine.torch.step_plan import PrefillSpan, QueryGroup
 
-INNER_EPSILON = 1e-6  # epsilon of the latents' norms; config.json has that of the others
-EXPANDED_SCALARS_MAX = 32 * 2**20  # largest size of expanded K and V at a time
+INNER_EPSILON = 1e-6  # of the latents' norms; rms_norm_eps of config.json is for the other norms
+EXPANDED_SCALARS_MAX = 32 * 2**20  # scalars of expanded K and V in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    into: Linear  # hidden -> the query's latent (or the query itself), the latent, the rotary key
-    query: Linear | None  # the query's latent -> heads of q
+    into: Linear  # hidden -> query's latent (if `query` is None: the query), latent, rotary key
+    query: Linear | None  # query's latent -> heads of q; None: queries have no latent
     keys: torch.Tensor  # [heads, plain_dim, rank]
     values: torch.Tensor  # [heads, value_dim, rank]
 
@@ -52,15 +52,15 @@ class LatentAttention(PagedAttention[LatentWeights]):
         self._latent = latent
         self._norm = RmsNorm(INNER_EPSILON, rope)
         self._scale = latent.query_dim**-0.5
-        # Products per score in each form, and per context token for the expansion. A chunk with at
-        # least `_expanded_from` tokens is computed in the expanded form; None: every chunk.
+        # Multiplications per score and head in each form, and per context token and head for the
+        # expansion. Chunks of at least `_expanded_from` tokens are expanded; None: all chunks.
         absorbed = latent.row + latent.rank
         expanded = latent.query_dim + latent.value_dim
         projected = latent.rank * (latent.plain_dim + latent.value_dim)
         self._expanded_from = projected / (absorbed - expanded) if absorbed > expanded else None
 
     def project(self, step: Step, normed: torch.Tensor) -> torch.Tensor:
-        """Queries [rows, heads, query_dim], rotated. Writes latents and rotated keys to pages."""
+        """Rotated queries [rows, heads, query_dim]. Writes latents and rotated keys to pages."""
         latent, layer, angles = self._latent, step.weights, step.angles
         assert angles is not None
         made = layer.into(normed)
@@ -99,7 +99,7 @@ class LatentAttention(PagedAttention[LatentWeights]):
         if self._expanded_from is None or span.tokens >= self._expanded_from:
             self._expand(layer, span, pages[0], queries, out)
             return
-        # `by_torch` divides by sqrt(row); the scale has to be `_scale`.
+        # `by_torch` divides scores by sqrt(row). The factor changes that scale to `_scale`.
         rows = self._absorbed(layer, queries) * (self._scale * latent.row**0.5)
         seen = rows.new_empty(span.tokens, 1, self.heads, latent.rank)
         causal_attention.by_torch(
@@ -115,7 +115,7 @@ class LatentAttention(PagedAttention[LatentWeights]):
         queries: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """pages [tokens, row]. A few heads at a time, which bounds the memory of K and V."""
+        """The expanded form over pages [tokens, row], a few heads at a time to bound memory."""
         latent = self._latent
         tokens = len(pages)
         latents, rotary = pages[:, : latent.rank], pages[:, latent.rank :]
@@ -133,12 +133,12 @@ class LatentAttention(PagedAttention[LatentWeights]):
             causal_attention.attend(rows, keys, values, span.start, target[:, heads])
 
     def _absorbed(self, layer: LatentWeights, queries: torch.Tensor) -> torch.Tensor:
-        """queries [rows, heads, query_dim] -> [rows, heads, rank + rotary_dim], for latents."""
+        """queries [rows, heads, query_dim] -> [rows, heads, rank + rotary_dim] in latent space."""
         plain, rotary = queries.split([self._latent.plain_dim, self._latent.rotary_dim], dim=-1)
         inner = torch.bmm(plain.transpose(0, 1), layer.keys).transpose(0, 1)
         return torch.cat([inner, rotary], dim=-1)
 
     def _values(self, layer: LatentWeights, averages: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, rank] -> [rows, heads * value_dim]."""
+        """averages of latents [rows, heads, rank] -> results [rows, heads * value_dim]."""
         values = torch.bmm(averages.transpose(0, 1), layer.values.transpose(1, 2))
         return values.transpose(0, 1).reshape(len(averages), -1)

@@ -9,7 +9,7 @@ from backends.engine.torch import native_layers
 
 
 class RmsNorm:
-    """RMS norm without its own weight: most weights are folded into matrices (weights.py)."""
+    """RMS norm. Most of its weights are folded into matrices (weights.py), so `weight` is rare."""
 
     def __init__(self, epsilon: float, like: torch.Tensor) -> None:
         """`like`: a tensor with the device and dtype of the inputs."""

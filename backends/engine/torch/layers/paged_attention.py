@@ -1,7 +1,7 @@
-"""Base class of all kinds of attention over paged KV: dispatch of a step's parts, and gathering.
+"""Base class of attention over paged KV: splits a step into its parts, and gathers pages.
 
 A subclass (grouped_attention.py, latent_attention.py) computes queries and KV from hidden states,
-and attention of query tokens of many sequences or of a chunk of one prompt.
+attention of a prompt's chunk, and attention of *query tokens* (the last token of each sequence).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LayerWeights = TypeVar("LayerWeights")  # weights of attention without the outpu
 class LayerStep(Generic[LayerWeights]):
     """One layer of a step."""
 
-    page_layer: int  # index of the layer in a page
+    page_layer: int  # index of the layer in a page or ring buffer
     weights: LayerWeights
     plan: StepPlan
     angles: torch.Tensor | None  # result of `PagedAttention.angles`
@@ -38,9 +38,9 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         self.value_dim = value_dim
         self.rope = rope  # in the dtype of queries and of gathered KV
         self.is_fp8 = memory.layout.dtype == "fp8"
-        self.kernels: PagedKernels | None = None  # the plan has to be made for these kernels
+        self.kernels: PagedKernels | None = None  # kernels for which steps have to be planned
         self.reads_seen = False  # `query_tokens` reads the pages from the plan's `seen`
-        # Reused by every layer and step, because new memory of this size would cost page faults.
+        # Buffer of `gather`. It is reused, because new memory of this size costs page faults.
         self._gathered = memory.page_rows[0].new_empty((0, memory.page_rows[0].shape[1]))
 
     @abstractmethod
@@ -51,7 +51,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
     def query_tokens(self, step: LayerStep[LayerWeights], queries: torch.Tensor) -> torch.Tensor:
         """queries [sequences, heads, any] of query tokens -> [sequences, heads * value_dim].
 
-        The sequences are all of the plan, or its decode sequences, which come first.
+        The sequences are all sequences of the plan, or only its decode sequences, which come first.
         """
 
     @abstractmethod
@@ -65,7 +65,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         """queries [tokens of the span, heads, any] -> out [tokens, heads * value_dim]."""
 
     def angles(self, plan: StepPlan) -> torch.Tensor | None:
-        """[rows of the plan, 2, rotated scalars] for all layers; None: `project` needs none."""
+        """Cosines and sines [rows of the plan, 2, rotated scalars]; None: `project` needs none."""
         return self.rope.index_select(0, plan.positions)
 
     def all_tokens(self, step: LayerStep[LayerWeights], queries: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         return out
 
     def by_groups(self, step: LayerStep[LayerWeights], rows: torch.Tensor) -> torch.Tensor:
-        """`query_group` of each group of all sequences of the plan, or of its decode sequences."""
+        """`query_tokens` by calling `query_group` for each group of the plan."""
         plan = step.plan
         groups = plan.query_tokens if len(rows) > plan.decode_sequences else plan.decodes
         parts = [
@@ -99,7 +99,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         """rows [sequences of the group, heads, any] -> [sequences, any], over gathered pages."""
 
     def write(self, step: LayerStep[LayerWeights], kv: torch.Tensor) -> None:
-        """kv [rows of the plan, heads of K then of V, or 1 latent, head_dim]."""
+        """Write kv [rows of the plan, heads of K then V (or 1 latent), head_dim] to the pages."""
         kv = kv[: step.plan.tokens]
         rows = fp8.rounded(kv) if self.is_fp8 else kv
         self.memory.token_rows[step.page_layer].index_put_((step.plan.token_rows,), rows)
@@ -113,8 +113,8 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         """
         rows = self.memory.page_rows[step.page_layer]
         if rows.is_cuda:
-            # torch's allocator caches this memory. A recorded step needs its own buffer: a shared
-            # one could be replaced by a larger step, and freed before a replay.
+            # No shared buffer: a larger step would replace and free it, but a recorded step still
+            # uses it in a replay. torch's allocator caches this memory, so allocation is cheap.
             gathered = rows.index_select(0, page_rows)
         else:
             if len(page_rows) > len(self._gathered):
