@@ -5,10 +5,10 @@ mailbox. The thread that posts to an empty mailbox becomes the owner and handles
 until the mailbox is empty. Other threads append their event and return. So a token needs no
 hand-over to another thread. For each event the owner gets actions from the state machine
 (lifecycle/machine.py) and carries them out. Actions that block (pause, decision, call, release)
-run in a thread of the pool, and their outcome is the next event.
+run in the frontend's thread pool. The outcome of each, except a release, is the next event.
 
 Not here: which actions follow from an event (lifecycle/), the set of live requests
-(live_requests.py), the shape of answers (answer.py).
+(live_requests.py), the tensors of answers (answer.py).
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ from conductor.messages import Reject, Request
 from mooncake_store.block_keys import block_keys, chain_seed
 
 log = logging.getLogger(__name__)
-FULL_WORKERS_MAX = 2  # most retries of a new request on another worker after full ones
+FULL_WORKERS_MAX = 2  # limit of retries of a new request after rejections by full workers
 SERVED_WAIT_S = 2.0  # longest wait of a request for the first worker to register
 
-Work = Callable[[], LifecycleEvent | None]  # blocks; returns the next event
+Work = Callable[[], LifecycleEvent | None]  # may block; returns the next event, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +96,25 @@ class Services:
     outbox: WorkerOutbox
     unreached: UnreachedWorkers
     start: Callable[..., None]  # runs a function in a thread of the pool
-    abandon: Callable[[str, tuple[str, str]], None]  # leaves a call to its worker while that lives
+    abandon: Callable[[str, tuple[str, str]], None]  # cancels a call only if its worker is lost
     on_end: Callable[[LiveRequest], None]  # called once per request
 
 
 @dataclass(slots=True)
 class Assignment:
-    """An attempt as it was sent to a pair of workers."""
+    """An attempt, and the pair of workers to which it was routed."""
 
-    request_id: str  # of this attempt only, so a lost worker cannot touch the next attempt
+    request_id: str  # unique to this attempt: late messages of it do not reach the next attempt
     token_ids: np.ndarray  # the prompt, then the answer tokens that the client already had
     decided: Decided
     routed_s: float  # monotonic time of the routing decision
-    prefilled: tuple[int, PrefillReply] | None = None  # (first token id, reply) of the prefill
+    prefilled: tuple[int, PrefillReply] | None = None  # (first token id, reply); None before it
     replied_s: float = 0.0  # monotonic time of the prefill reply; 0.0 before it
-    first: events.FirstText | None = None  # None until the message or the reply has come
+    first: events.FirstText | None = None  # None until the token came by message or reply
 
 
 class LiveRequest:
-    """Any thread may `post` events; the events alone drive the request."""
+    """Any thread may `post` events. Only events change `state`."""
 
     def __init__(
         self,
@@ -136,14 +136,14 @@ class LiveRequest:
         self._services = services
         self._client = client
         self._arrived_s = arrived_s
-        self._timeout_s = math.inf  # the client's timeout since arrival; infinite without one
+        self._timeout_s = math.inf  # the client's timeout, from the arrival; infinite: none
         self._is_timed_out = False  # True once the client's timeout has ended the request
         self._events: deque[LifecycleEvent] = deque()
         self._owned = threading.Lock()
         self._is_done = threading.Event()
         self._assignments: dict[int, Assignment] = {}
         self._sent_ids: list[int] = []  # answer tokens sent to the client
-        self._counted_id = ""  # the attempt that was charged to the tenant's limits, or ""
+        self._counted_id = ""  # id of the attempt charged to the tenant's limits; "": none
         self._send_error: Exception | None = None
         self._request: ClientRequest | None = None  # this and the next two: None until parsed
         self._served: Served | None = None
@@ -155,12 +155,12 @@ class LiveRequest:
         self._services.start(self._run, partial(self._understand, inputs, parameters))
 
     def post(self, event: LifecycleEvent) -> None:
-        """Handle the event, or leave it to the owner. Blocks only to send to the client."""
+        """Handle the event, or leave it to the owner. Blocks only to send a message."""
         for work in self._handle(event):
             self._services.start(self._run, work)
 
     def _run(self, work: Work) -> None:
-        """In a thread of the pool: do the blocking work, then handle its outcome."""
+        """Do blocking work, then handle its outcome. Runs in a thread of the pool."""
         following: Work | None = work
         while following is not None:
             try:
@@ -173,7 +173,7 @@ class LiveRequest:
                 self._services.start(self._run, other)
 
     def _handle(self, event: LifecycleEvent) -> list[Work]:
-        """Handle events until the mailbox is empty. Returns blocking work for the caller to run."""
+        """Append the event; as the owner, empty the mailbox. Returns work for the caller to run."""
         self._events.append(event)
         works: list[Work] = []
         while self._events and self._owned.acquire(blocking=False):
@@ -202,7 +202,7 @@ class LiveRequest:
                     works.append(work)
 
     def look(self, now_s: float, awake_s: float) -> None:
-        """Post due events, for the watch. `awake_s`: seconds since the start or latest stall."""
+        """Post due events. `awake_s`: seconds since the watching thread began or last stalled."""
         state = self.state
         if state.phase in (Phase.STOPPING, Phase.ENDING) or (due_s(state) or now_s) < now_s:
             self.post(events.TimePassed(now_s))
@@ -214,7 +214,7 @@ class LiveRequest:
                 self._is_timed_out = True
                 self.post(events.Unwanted(WorkerUnavailable(limit)))
         worker = state.attempt.worker
-        # Heartbeats may be unread after a stall, so silence counts after CALL_SILENCE_S_MAX awake.
+        # After a stall, heartbeats may be unread. So silence counts only CALL_SILENCE_S_MAX later.
         if worker is not None and awake_s > CALL_SILENCE_S_MAX:
             seen_s = self._services.streams.seen_s(self._id_of(state.attempt.number))
             if is_silent(now_s, seen_s):
@@ -228,7 +228,7 @@ class LiveRequest:
         return held | {self._counted_id} if self._counted_id else held
 
     def ended(self) -> EndedRequest | None:
-        """The request for a recording; None if it was not parsed, or only asked for facts."""
+        """The request for a recording; None if it was not parsed, or was a `describe` request."""
         if self._request is None:
             return None
         return EndedRequest(
@@ -239,7 +239,7 @@ class LiveRequest:
         )
 
     def first_token(self, attempt: int, message: FirstToken) -> None:
-        """Post the first token; called by the thread that reads worker messages."""
+        """Post a first token that came by message. Called by the inbox's thread; never raises."""
         if (assignment := self._assignments.get(attempt)) is not None:
             try:
                 first = self._first_text(assignment, message.token_id, message)
@@ -354,7 +354,7 @@ class LiveRequest:
         )
 
     def _pinned_out(self, is_resumed: bool) -> frozenset[tuple[str, str]]:
-        """The other workers of each role for which the client pinned one; empty without pins."""
+        """For each role with a worker that the client pinned: all other workers of the role."""
         request, _ = self._understood()
         cluster = self._services.cluster
         try:
@@ -439,7 +439,7 @@ class LiveRequest:
         call: Callable[[Any, Assignment], LifecycleEvent],
         action: events.CallPrefill | events.CallDecode,
     ) -> LifecycleEvent:
-        """The reply, or the error of the call. An attempt that is over fails without a call."""
+        """The event of the reply, or CallFailed. An attempt that has ended makes no call."""
         state = self.state
         try:
             if state.attempt.number != action.attempt or state.phase is Phase.DONE:
@@ -456,7 +456,7 @@ class LiveRequest:
     def _first_text(
         self, assignment: Assignment, token_id: int, source: FirstToken | PrefillReply
     ) -> events.FirstText:
-        """The first token as text. Message and reply carry the same token, so the text is kept."""
+        """The first token as text, made once: message and reply carry the same token."""
         if assignment.first is None:
             request, _ = self._understood()
             sampling = request.sampling
@@ -554,7 +554,7 @@ class LiveRequest:
         self.times.prefilled(assignment.decided.route.predicted, took_s)
 
     def _stop_workers(self, action: events.StopWorkers) -> None:
-        """Send Stop to every process of both workers; a frozen one reads it when it resumes."""
+        """Send Stop to every process of both workers. A frozen process reads it when it resumes."""
         assignment = self._assignments[action.attempt]
         route = assignment.decided.route
         for worker in (route.prefill, route.decode):
@@ -563,7 +563,7 @@ class LiveRequest:
                 self._services.outbox.send(inbox, Stop(assignment.request_id, action.reason))
 
     def _end(self, error: Exception | None) -> None:
-        """End the answer or fail the client call, then close metrics and trace."""
+        """Complete the client's answer or fail its call, then close metrics and trace."""
         try:
             self._note_end(error)
             if error is None and self._answer is not None:
@@ -585,14 +585,14 @@ class LiveRequest:
 
     def _note_end(self, error: Exception | None) -> None:
         if isinstance(error, InvalidRequest) and self._principal.limits and not self._counted_id:
-            self._services.cluster.charged(self.tenant)  # an invalid request costs parsing time
+            self._services.cluster.charged(self.tenant)  # because parsing took time
         is_unwanted = isinstance(error, Cancelled) or self._is_timed_out
         self._note_used(bool(self._sent_ids) or error is None or is_unwanted)
 
     def _note_used(self, is_served: bool) -> None:
-        """Return unused tokens to the tenant's limits; only the first call counts.
+        """Return unused tokens to the tenant's limits. Only the first call has an effect.
 
-        Not served: failed before the first token, while the client still waited; all is returned.
+        `is_served` False: the request failed before its first token; all tokens are returned.
         """
         if self._counted_id and self._request is not None:
             tokens = len(self._request.prompt_ids) + len(self._sent_ids) if is_served else 0

@@ -1,27 +1,28 @@
-"""The state machine of a request: one table of phases and events, after etcd/raft.
+"""The state machine of a request: a table of phases and events, modelled on etcd/raft.
 
     reading      its tensors are checked and its prompt is tokenised
-    routing      it waits for a pair of workers, perhaps after a pause
+    routing      a pair of workers is chosen, perhaps after a pause
     prefilling   the call to its prefill worker is under way
     decoding     the call to its decode worker is under way
-    ending       decode has replied; earlier messages with tokens are still missing
-    stopping     failed, or no reader is left: the workers got a Stop, the call has not ended yet
-    done         the answer or an error was sent; a decision or an abandoned call may still end
+    ending       the decode worker has replied; messages that it sent before have not arrived
+    stopping     the request failed or its client left; its workers got a Stop, a call is open
+    done         the answer or an error was sent; a routing decision or a call may still end
 
 `step` takes a state and an event. It returns the next state and the actions to carry out, in
-order. It has no clock and no I/O, so tests can try every order of events.
+order. `step` has no clock and no I/O, so tests can try every order of events.
 
-A lost attempt leads back to routing. Sampling is a pure function of (logits, seed, position), so
-the next attempt produces the tokens that the lost one would have produced. It finds most of their
-KV cache in the store. Which losses are retried is in attempts.py.
+An attempt is one pair of workers that serves the request. A lost attempt leads back to routing.
+Sampling is a pure function of (logits, seed, position), so the next attempt produces the tokens
+that the lost one would have produced. Most of their KV is in the store. attempts.py decides which
+losses are retried.
 
 Invariants in every order of events:
 
-* each token reaches the client once and in order: a first token counts once, by message or with
-  the reply, and tokens after a gap are not sent;
-* a request ends once; then no call of it is under way, except cancelled and abandoned calls;
-* for each chosen pair, the conductor gets the end of the attempt, and the KV is released when the
-  call has ended. After a complete answer, the decode worker has released the KV itself.
+* Each token reaches the client once and in order. The first token of an attempt is sent once,
+  although message and reply carry it. Tokens after a gap are not sent.
+* A request ends once. After its end, only cancelled and abandoned calls of it are under way.
+* The conductor is notified of the end of each routed attempt. When the attempt's call has ended,
+  its KV is released. After a complete answer, the decode worker has released the KV itself.
 
 Not here: carrying out actions (backends/frontend/live_request.py).
 """
@@ -91,13 +92,13 @@ from backends.frontend.lifecycle.events import (
 )
 from backends.text.text_stream import OutputDelta, merge
 
-MESSAGES_S_MAX = 5.0  # longest wait after a decode reply for the messages sent before it
+MESSAGES_S_MAX = 5.0  # longest wait after a decode reply for messages that were sent before it
 OVER, RETRIED = "the attempt has ended", "the request is retried on another worker"
 UNWANTED = "the request has failed, or its client is gone"
 
 
 class Phase(str, Enum):
-    """A str, which caches its hash: each event costs a lookup in the table."""
+    """A str, because str caches its hash, and each event costs a lookup in TABLE."""
 
     READING = "reading"
     ROUTING = "routing"
@@ -111,20 +112,20 @@ class Phase(str, Enum):
 class Attempt(NamedTuple):
     """The latest attempt.
 
-    A tuple, as `State`: each message with tokens copies both, and copying a tuple costs a fifth
-    of copying a dataclass.
+    This class and `State` are tuples, because each message with tokens copies both. Copying a
+    tuple costs a fifth of copying a dataclass.
     """
 
     number: int = 1  # counts the attempts of the request, from 1
-    worker: WorkerId | None = None  # process that serves it: prefill, then decode; None: not routed
+    worker: WorkerId | None = None  # its current process: prefill, then decode; None: not routed
     decode: WorkerId | None = None  # the routed decode worker
     called_s: float = 0.0  # monotonic time of the call to `worker`
-    is_begun: bool = False  # True once its first token was taken, from a message or the reply
+    is_begun: bool = False  # True once its first token has come, by message or with the reply
     begun_s: float = 0.0  # monotonic time of that first token
     compute_s: float = 0.0  # seconds of prefill computation
     is_decode_lost: bool = False  # True: the decode worker was lost during prefill
     sent_before: int = 0  # tokens sent to the client by earlier attempts
-    decoded: int = 0  # decoded tokens received by message
+    decoded: int = 0  # decoded tokens of the attempt that came by message
     reply: DecodeReplied | None = None  # None: decode has not replied
 
 
@@ -132,16 +133,16 @@ class State(NamedTuple):
     phase: Phase = Phase.READING
     attempt: Attempt = Attempt()
     attempts: Attempts = Attempts(1, 0.0, 1.0)
-    is_paced: bool = False
+    is_paced: bool = False  # True: tokens that arrive close together may share a message
     started_s: float = 0.0  # monotonic time at which the request was parsed
     sent_tokens: int = 0  # tokens sent to the client in all attempts
-    cached_tokens: int = 0  # of the prefill that made the answer's first token; sent to the client
-    avoided: frozenset[WorkerId] = frozenset()  # workers that the next attempt leaves out
-    error: Exception | None = None  # routing: of the latest loss; stopping: the final error
-    fields: Fields = NO_FIELDS  # of the decision, not sent yet
-    waiting: tuple[OutputDelta, ...] = ()  # decoded, not sent yet
-    sent_s: float = float("-inf")  # monotonic time of the latest message with decoded tokens
-    gap_s: float = 0.0  # least seconds until the next such message
+    cached_tokens: int = 0  # prompt tokens cached at the prefill of the answer's first token
+    avoided: frozenset[WorkerId] = frozenset()  # workers that the next attempt excludes
+    error: Exception | None = None  # routing: error of the latest loss; stopping: the final error
+    fields: Fields = NO_FIELDS  # of the `decision` output, not sent to the client yet
+    waiting: tuple[OutputDelta, ...] = ()  # decoded tokens, not sent to the client yet
+    sent_s: float = float("-inf")  # monotonic time of the latest sending of `waiting`
+    gap_s: float = 0.0  # for a paced stream: least seconds from sent_s to the next sending
 
 
 CallEnded = PrefillReplied | DecodeReplied | CallFailed
@@ -149,8 +150,8 @@ Result = tuple[State, list[LifecycleAction]]
 
 
 def step(state: State, event: LifecycleEvent) -> Result:
-    """The next state, and the actions in order. An event without a table cell is a bug, and
-    raises AssertionError."""
+    """The next state, and the actions in order. An event without a cell in TABLE raises
+    AssertionError."""
     number = getattr(event, "attempt", state.attempt.number)
     if number != state.attempt.number:  # a late event of a lost attempt
         return _late_end(state, event) if isinstance(event, CallEnded) else (state, [])
@@ -160,7 +161,7 @@ def step(state: State, event: LifecycleEvent) -> Result:
 
 
 def due_s(state: State) -> float | None:
-    """Monotonic time at which waiting tokens are due; None: none wait, or decode has replied."""
+    """Monotonic time at which waiting tokens are to be sent; None: none wait in DECODING."""
     is_waiting = state.phase is Phase.DECODING and state.waiting
     return state.sent_s + state.gap_s if is_waiting else None
 
@@ -198,7 +199,7 @@ def _routed_too_late(state: State, event: Routed) -> Result:
 def _not_routed(state: State, event: NotRouted) -> Result:
     no_worker_left = isinstance(event.error, Overloaded) and event.error.kind in NO_WORKER_KINDS
     if no_worker_left and isinstance(state.error, Overloaded) and not state.attempts.is_resumed:
-        # Only full workers are left, for example a pinned one: return their rejection.
+        # Only full workers are left, for example the pinned worker: send the client their error.
         return state._replace(phase=Phase.DONE), [End(state.error)]
     return _lost_to(state, event.error, event.now_s, [])
 
@@ -257,8 +258,8 @@ def _prefill_replied(state: State, event: PrefillReplied) -> Result:
 def _decode_lost(state: State, actions: list[LifecycleAction], now_s: float) -> Result:
     """Retry without calling the decode worker, which was lost during prefill.
 
-    A frozen worker would accept the call and stay silent for half a minute. The next attempt
-    finds the prompt's KV in the store.
+    The process may be frozen. Then a call would be accepted, and fail only after half a minute.
+    The next attempt finds the prompt's KV in the store.
     """
     number, decode = state.attempt.number, state.attempt.decode
     assert decode is not None
@@ -290,7 +291,7 @@ def _tokens(state: State, event: TokensArrived) -> Result:
 
 
 def _send_due(state: State, now_s: float) -> Result:
-    """Send waiting tokens; a paced stream waits until the gap since its latest message is over."""
+    """Send waiting tokens. A paced stream sends nothing for gap_s after its latest message."""
     if not state.waiting or (state.is_paced and now_s < state.sent_s + state.gap_s):
         return state, []
     return _send(state, merge(state.waiting), "", waiting=(), sent_s=now_s)
@@ -316,9 +317,9 @@ def _complete(state: State) -> Result:
 
 
 def _send(state: State, delta: OutputDelta, finish_reason: str, **changes: Any) -> Result:
-    """Send the delta, unless it is empty because its text may become a stop word.
+    """Send the delta unless it is empty. It is empty while its text may become a stop word.
 
-    `changes` are applied to the state in the same copy, because every copy costs.
+    `changes` to the state are applied in the same copy, which saves the time of a second one.
     """
     if not (delta.token_ids or delta.text or finish_reason):
         return state._replace(**changes), []
@@ -346,7 +347,7 @@ def _overdue(state: State, event: TimePassed) -> Result:
 
 
 def _messages_lost(state: State, found: str, now_s: float) -> Result:
-    """Tokens after the gap cannot be sent. The worker is alive and gets a Stop."""
+    """End the attempt: tokens after the gap cannot be sent. Its worker lives and gets a Stop."""
     number, worker = state.attempt.number, state.attempt.worker
     assert worker is not None
     actions = _released(state)
@@ -411,10 +412,10 @@ def _again(
 
 
 def _worker_lost(state: State, event: WorkerLost) -> Result:
-    """The directory reports the process lost.
+    """The directory reports that a process is gone.
 
-    While a config.pbtxt reloads, a process other than the routed one may serve the request. Then
-    the request is taken from a healthy worker, which only costs time.
+    While a config.pbtxt reloads, its worker has two processes. If the routed process leaves while
+    the other serves the request, a healthy process loses the request. This costs only time.
     """
     attempt = state.attempt
     if state.phase is Phase.PREFILLING and event.worker == attempt.decode != attempt.worker:
@@ -439,8 +440,7 @@ def _taken_away(
     loss: Loss,
     error: ServingError,
 ) -> Result:
-    """Take the request from a worker that does not answer. Its KV is released when its call
-    ends."""
+    """End the attempt if it is at this worker. Its KV is released when its call has ended."""
     if state.attempt.worker != event.worker:
         return state, []
     number = state.attempt.number
@@ -456,7 +456,7 @@ def _is_calling(state: State) -> bool:
 
 
 def _released(state: State) -> list[LifecycleAction]:
-    """Release the attempt's leases, and the room that it reserved at the decode worker."""
+    """Actions that free the attempt's leases, and its reserved pages at the decode worker."""
     number = state.attempt.number
     return [StopWorkers(number, OVER), ReleaseKv(number)]
 
@@ -465,7 +465,7 @@ def _released(state: State) -> list[LifecycleAction]:
 
 
 def _over(state: State, event: Failed | Unwanted) -> Result:
-    """No call is under way: the request ends at once."""
+    """End the request at once, because no call is under way."""
     ended = [EndAttempt(state.attempt.number)] if state.attempt.worker is not None else []
     released = _released(state) if state.phase is Phase.ENDING else []
     return state._replace(phase=Phase.DONE, waiting=()), [End(event.error), *ended, *released]
@@ -477,7 +477,7 @@ def _stopping(state: State, event: Failed | Unwanted) -> Result:
 
 
 def _stop_again(state: State, event: TimePassed) -> Result:
-    """Repeat the Stop: the first one may have been lost, or have overtaken the request."""
+    """Repeat the Stop, because the first one may have been lost or have overtaken the call."""
     return state, [StopWorkers(state.attempt.number, UNWANTED)]
 
 
@@ -487,7 +487,7 @@ def _stopped(state: State, event: CallEnded) -> Result:
 
 
 def _late_end(state: State, event: CallEnded) -> Result:
-    """The call of an attempt that is over has ended: its result is dropped."""
+    """Release the KV of an attempt that ended before its call. The call's result is dropped."""
     return state, [StopWorkers(event.attempt, OVER), ReleaseKv(event.attempt)]
 
 
@@ -563,7 +563,7 @@ _ROWS: Mapping[Phase, _Row] = {
         CallFailed: (_late_end, (DONE,)),
     },
 }
-# Events that may come in a phase and change nothing there.
+# phase -> events that may arrive in it and have no effect
 _IGNORED: Mapping[Phase, tuple[type, ...]] = {
     READING: (WorkerLost, WorkerSilent, TimePassed),
     ROUTING: (WorkerLost, WorkerSilent, TimePassed),
