@@ -1,23 +1,23 @@
 """Two-queue eviction with ghost entries, ranked by hit density (LHD, Beckmann 2018).
 
 Why not LRU: most blocks of a KV cache are never used again, and the next turn of a conversation
-arrives after many new blocks. LRU therefore evicts every conversation between two of its turns when
-the cache is small. A block that was used a second time is far more likely to be used again
-(docs/decisions/0012 has the numbers). The age up to which a block is worth its memory can be
-measured while serving.
+arrives after many new blocks. So when the cache is small, LRU evicts each conversation before its
+next turn. A block that was used a second time is far more likely to be used again
+(docs/decisions/0012 has the numbers). How long a block is worth its memory is measured while
+serving. Time is counted in uses of any block; the *age* of a block is the time since its last use.
 
 1. Blocks with one use are in the queue *once*, blocks with more in *again*, both by recency.
-2. Eviction compares the coldest block of each queue and drops the one with the lower value at its
+2. Eviction compares the coldest block of each queue and evicts the one with the lower value at its
    age (ReuseTimes).
-3. A dropped block leaves its name in Ghosts. A block that returns while its name is kept joins
-   `again`.
-4. A use counts when it ends (add after discard) or happens (touch). Uses within 1/64 of the cache
-   of each other count as one: prefill writes a block and decode reads it for the same request.
+3. An evicted block leaves a ghost entry: its name, which is a part of its key's hash. A block that
+   returns while its name is kept joins `again`.
+4. A use under a lease counts when the lease ends (discard, then add), another use at once (touch).
+   Uses of a block count as one if they are less than 1/64 of the cache's blocks apart, because
+   prefill writes a block and decode reads it for the same request.
 
-Among blocks used together, the start of a chain serves more requests than its end. Both queues keep
-the order of insertion, so the deepest block is evicted first, as with LRU. A chain may be split
-over both queues; its start is then in `again`, which is kept longer. The only state per block is
-its queue entry. Ages are stamps that many blocks share.
+Of the blocks used together, the start of a prompt serves more requests than its end. Both queues
+keep the order of insertion, in which the end comes first, so it is evicted first, as with LRU. The
+blocks of a prompt may be in both queues; its start is then in `again`, which is kept longer.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ from mooncake_store.directory.core.eviction.lru import RecencyQueue
 
 GHOSTS_PER_BLOCK = 4  # names remembered per idle or leased block
 SAME_USE_SHIFT = 6  # uses closer than blocks / 2**SAME_USE_SHIFT count as one
-STAMP_SHIFT = 8  # blocks / 2**STAMP_SHIFT uses share a stamp
+STAMP_SHIFT = 8  # blocks / 2**STAMP_SHIFT uses share a stamp, which is a time
 STAMP_USES_MIN = 8  # uses per stamp, at least: a new stamp per use would cost more than the use
 # Constants of Ghosts.
-HASH_PRIME = 2**61 - 1
+HASH_PRIME = 2**61 - 1  # modulus of the hash of a key
 ENTRIES = 64  # entries per bucket
-MARK_BYTES = 3
+MARK_BYTES = 3  # bytes of a name
 SPARE = 1.5  # entries per remembered name
-STAMP_MASK = 2**16 - 1
+STAMP_MASK = 2**16 - 1  # stamps have 16 bits
 STAMPS = 512  # stamps for which a name is remembered
-NAMES_MIN = 8_192
-NAMES_MAX = 2**23  # a table of 60 MiB
+NAMES_MIN = 8_192  # least number of remembered names
+NAMES_MAX = 2**23  # most remembered names: a table of 60 MiB
 # Constants of ReuseTimes.
 ONCE, AGAIN = 0, 1  # kinds of blocks
 PER_OCTAVE = 2  # age buckets per doubling of the age
 BUCKETS = 2 * 48  # ages below 2**48 uses
+# Width of each age bucket, in uses; and in the logarithm of the age.
 WIDTHS = [2.0 ** ((b + 1) / PER_OCTAVE) - 2.0 ** (b / PER_OCTAVE) for b in range(BUCKETS)]
 LOG_WIDTH = log(2) / PER_OCTAVE
 AGAIN_WEIGHT = 1.5  # correction 2 of ReuseTimes
 EVIDENCE_BLOCKS = 20  # correction 1 of ReuseTimes
-SAMPLE_MAX = 16_384  # blocks sampled; more only if 1 in 256 blocks is more
-MEMORY = 8  # uses, per block of the cache, for which a block stays in the sample
+SAMPLE_MAX = 16_384  # most sampled blocks, but at least 1 in 256 blocks is sampled
+MEMORY = 8  # uses, per block of the cache, for which an unused block stays in the sample
 WAIT = 3  # uses, per block of the cache, before measured values are used
 KEPT_PER_LESSON = 0.9  # factor on all counts at each call of learn
-LESSON_USES_MIN = 1_000
+LESSON_USES_MIN = 1_000  # uses between two calls of learn, at least
 # Before any measurement: the value falls with age for both kinds, which is LRU.
 NOTHING_KNOWN: list[list[float]] = [[2.0 ** (-b / PER_OCTAVE) for b in range(BUCKETS)]] * 2
 
@@ -64,20 +65,21 @@ NOTHING_KNOWN: list[list[float]] = [[2.0 ** (-b / PER_OCTAVE) for b in range(BUC
 class Ghosts:
     """Ghost entries: the names of the last `length` blocks that were evicted for room.
 
-    A hash table of buckets with ENTRIES entries each. An entry has 24 bits of the block key's hash
-    and the time of eviction, counted in evictions. A full bucket overwrites its oldest entry.
+    A hash table of buckets with ENTRIES entries each. An entry has a name (24 bits of the block
+    key's hash) and the stamp of the eviction. Stamps here count evictions, `_per_stamp` each. A
+    full bucket overwrites its oldest entry.
 
-    Buckets have SPARE entries per name, so that overwriting is rare. Blocks of one chain are
-    evicted together and return together. A lost name would put one block of such a chain into the
-    wrong queue, and its eviction would later leave a hole in the chain.
+    Buckets have SPARE entries per name, so that overwriting is rare. Blocks of one prompt are
+    evicted together and return together. A lost name would put one block of the prompt into the
+    wrong queue, and its early eviction would make the later blocks of the prompt unreachable.
 
     The probability of a false positive is 1 in 260,000. A name takes 7.5 bytes; a dict of the block
     keys takes twenty times as much.
     """
 
     def __init__(self) -> None:
-        self._length = 0
-        self._drops = 0
+        self._length = 0  # names to remember; 0 before the first resize
+        self._drops = 0  # evictions so far
         self._per_stamp = 1  # evictions per stamp
         self._buckets = 0
         self._next = bytearray()  # per bucket: index of the oldest entry, which is overwritten next
@@ -89,7 +91,8 @@ class Ghosts:
         return len(self._marks) + 2 * len(self._stamps) + len(self._next)
 
     def resize(self, length: int) -> None:
-        """Remember `length` names, within bounds. A growing table starts empty; none shrinks."""
+        """Remember `length` names, within NAMES_MIN and NAMES_MAX. A table that grows loses its
+        names. A table never shrinks."""
         length = min(max(length, NAMES_MIN), NAMES_MAX)
         if length <= self._length:
             return
@@ -116,7 +119,7 @@ class Ghosts:
         self._drops = drops
 
     def take(self, key: bytes) -> bool:
-        """Whether the name was kept. Forgets the name, because the block is back."""
+        """Whether the key's name was kept. The name is removed, because the block is back."""
         if not self._buckets:
             return False
         rest, bucket = divmod(int.from_bytes(key, "little") % HASH_PRIME, self._buckets)
@@ -141,7 +144,7 @@ class Ghosts:
 
 
 def bucket_of(age: int) -> int:
-    """Age bucket, half an octave: 0 for ages below 2; 2, 3, 4, ... begin at 2, 3, 4, 6, 8, ..."""
+    """The bucket of an age: 0 below 2. Buckets 2, 3, 4, 5, 6, ... begin at 2, 3, 4, 6, 8, ..."""
     if age < 2:
         return 0
     bits = age.bit_length()
@@ -152,24 +155,24 @@ class ReuseTimes:
     """Reuse statistics of a sample of blocks, including evicted ones.
 
     There are two kinds of blocks: used *once* so far, and used *again*. The age of a block is the
-    number of uses of any block since its own last use, in buckets of half an octave. For each kind,
-    the sample counts how many blocks of an age were used again at that age, and how many reached
-    the age unused. The two counts give the probability of a use in the next moment (hazard), and
-    the hazards give the value of keeping a block:
+    number of uses of any block since its own last use, in buckets of half an octave. For each kind
+    and age, the sample counts the blocks that were used again at this age, and the blocks that
+    reached the age unused. The quotient is the probability of a use in the next moment (hazard).
+    The hazards give the value of keeping a block of some age:
 
-        value(age) = max over t of P(used again before age + t) / expected time kept, at most t
+        value(age) = max over t of P(used again before age + t) / E(time until that use, at most t)
 
     The value is the highest number of hits per unit of time and memory that the block can still
-    bring. Evicting the lowest value is optimal when the future of each block is independent of the
-    others (Gittins index; hit density in caches: Beckmann, Chen, Cidon, "LHD", NSDI '18).
+    bring. Evicting the lowest value is optimal if the uses of each block are independent of those
+    of other blocks (Gittins index; in caches: Beckmann, Chen, Cidon, "LHD", NSDI '18).
 
     Corrections for small samples:
-    1. Prior: EVIDENCE_BLOCKS blocks of every age, used again at a rate of 1/age, for which LRU is
-       optimal.
+    1. Prior: EVIDENCE_BLOCKS more blocks of every age, used again at a rate of 1/age. At this rate
+       LRU is optimal.
     2. A block used again is worth at least AGAIN_WEIGHT times a block of the same age used once.
-       The ratio was not lower on any trace; a sample with a lower one is too small.
-    3. Until the cache has seen WAIT uses per block, long absences cannot be observed; the order is
-       LRU.
+       No trace had a lower ratio, so a sample with a lower ratio is too small.
+    3. The order is LRU until the cache has seen WAIT uses per block. Earlier, long times without a
+       use cannot be observed.
 
     The last byte of a block key selects the sample, so block keys must be hashes. Other keys may
     give no sample; then only the prior and the weight decide. The same uses give the same values.
@@ -177,6 +180,7 @@ class ReuseTimes:
 
     def __init__(self) -> None:
         self._seen: dict[bytes, int] = {}  # block key -> 2 * clock of last use + kind, oldest first
+        # By kind and age bucket: blocks used again; blocks that left the sample unused.
         self._returned = [[0.0] * BUCKETS, [0.0] * BUCKETS]
         self._lost = [[0.0] * BUCKETS, [0.0] * BUCKETS]
         self.next_lesson = LESSON_USES_MIN  # the clock at which the owner should call `learn`
@@ -184,7 +188,7 @@ class ReuseTimes:
         self.value = NOTHING_KNOWN
 
     def used(self, key: bytes, clock: int, same_use: int) -> None:
-        """Record the use of a sampled key; uses less than `same_use` apart count as one."""
+        """Record the use of a sampled key. Uses at ages below `same_use` count as one."""
         seen = self._seen.pop(key, None)
         if seen is None:
             self._seen[key] = 2 * clock
@@ -227,7 +231,7 @@ class ReuseTimes:
         ]
 
     def _lose(self, before: int, clock: int) -> None:
-        """Count sampled blocks last used before `before` as never used again."""
+        """Remove blocks last used before `before` from the sample, and count them as unused."""
         gone = []
         for key, seen in self._seen.items():
             if seen >> 1 >= before:
@@ -246,13 +250,14 @@ class ReuseTimes:
 
 
 def values_of(returned: list[float], not_yet: list[float]) -> list[float]:
-    """Value per age bucket, from how many blocks were last seen there: used again, or not yet."""
+    """The value per age bucket. `returned`: blocks used again at this age; `not_yet`: blocks last
+    observed unused at this age."""
     at_risk, older = [0.0] * BUCKETS, 0.0
     for b in reversed(range(BUCKETS)):
         ended = returned[b] + not_yet[b]
         at_risk[b] = older + ended / 2
         older += ended
-    rate = (sum(returned) + 0.1) / (sum(at_risk) * LOG_WIDTH + 1)  # scale of the 1/age law
+    rate = (sum(returned) + 0.1) / (sum(at_risk) * LOG_WIDTH + 1)  # the prior's hazard * age
     hazards = [
         (returned[b] + EVIDENCE_BLOCKS * rate * LOG_WIDTH)
         / ((at_risk[b] + EVIDENCE_BLOCKS) * WIDTHS[b])
@@ -285,8 +290,8 @@ class Density:
         self._reuse = ReuseTimes()
         self._clock = 0  # uses of any block so far
         self._stamp = 0  # a recent clock value; one int object that many blocks share
-        self._renew_at = 0
-        self._same_use = 1
+        self._renew_at = 0  # the clock at which the next stamp begins
+        self._same_use = 1  # uses of a block less than this far apart count as one
 
     def __len__(self) -> int:
         return len(self._once) + len(self._again)
@@ -295,7 +300,7 @@ class Density:
         return key in self._once or key in self._again
 
     def add(self, keys: Sequence[bytes]) -> None:
-        """The main cost at the end of a request, whose blocks arrive in one call."""
+        """See EvictionOrder. This loop is the main cost of ending a request."""
         away, once, again, ghosts = self._away, self._once, self._again, self._ghosts
         clock, renew_at, stamp, same_use = self._clock, self._renew_at, self._stamp, self._same_use
         reuse = self._reuse
@@ -377,7 +382,7 @@ class Density:
         return list(islice(self._in_order(), limit))
 
     def _in_order(self) -> Iterator[bytes]:
-        """All candidates in the order of eviction, provided that no more uses happen."""
+        """All candidates in the order in which they would be evicted without further uses."""
         queues = self._once.items(), self._again.items()
         heads = [next(queue, None) for queue in queues]
         while heads != [None, None]:

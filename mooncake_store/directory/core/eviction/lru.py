@@ -1,7 +1,7 @@
 """Least recently used (LRU) eviction, as in the Mooncake paper.
 
-On the paper's trace, LFU and a length-aware policy have a lower hit rate at every cache size: 0.35
-each with 10,000 blocks, where LRU has 0.40 (Mooncake, arXiv version, Table 1). The policy of
+On the paper's trace, LFU and a length-aware policy have a lower hit rate at every cache size. With
+10,000 blocks, both have 0.35 and LRU has 0.40 (Mooncake, arXiv version, Table 1). The policy of
 density.py has a higher hit rate than LRU (bench/RESULTS.md).
 
 The directory adds the blocks of a prompt from its end to its start. So insertion order is the order
@@ -24,8 +24,8 @@ class RecencyQueue:
     """Recency queue of key -> stamp, least recently appended first: the base of both policies.
 
     Most keys are in a plain dict, the coldest 1/128 or less in an OrderedDict. A plain dict keeps
-    insertion order and takes 34 (after growth) to 67 (after much use) bytes per key at 10 million
-    keys; an OrderedDict takes 79 to 126. But `next(iter(dict))` walks over all entries deleted
+    insertion order and takes 34 to 67 bytes per key, an OrderedDict 79 to 126 (at 10 million keys,
+    after growth and after much use). But `next(iter(dict))` walks over all entries deleted
     before the first key, so draining a dict from its front is quadratic. The OrderedDict is filled
     from the dict in batches, with one such walk per batch. When more keys have left the dict at its
     front than remain, the dict is copied, which drops the deleted entries.
