@@ -36,7 +36,7 @@ from mooncake_store.process.child_processes import (
 
 console = Console(stderr=True, highlight=False)
 ELASTIC_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
-WORKERS_MAX = 64  # workers of one role
+WORKERS_MAX = 64  # limit of the workers of one role
 
 # Options that are rejected with --cluster, because the cluster file defines them for each host.
 OF_ONE_MACHINE = {"checkpoint", "dtype", "device", "prefill", "decode"} | (
@@ -251,7 +251,7 @@ def settings_of_all_models(
 
 
 def refuse_wrong_settings(repository: Path, settings: ServeSettings, nodes: Sequence[str]) -> None:
-    """Exit with a list of every mistake of the repository with these options, if there is one."""
+    """Exit with a list of all mistakes if the repository and these options do not fit."""
     # Imported here, because these modules load the parameters of all engines.
     from backends.model_settings.checkpoint_facts import facts_beside
     from backends.model_settings.repository_check import check_repository
@@ -287,8 +287,8 @@ def print_refusal(reason: str) -> None:
 def plan_in_file(
     path: Path, host: str, pool: str, address: str, model_repository: Path
 ) -> HostPlan:
-    """The part of the cluster file for this host. Writes the host's model repository and sets its
-    variables in this process. Exits with the mistakes of the file or options."""
+    """The plan of this host from the cluster file `path`. Writes the host's model repository and
+    sets its environment variables in this process. Exits with the mistakes of file or options."""
     # Imported here, because this module loads the parameters of all engines.
     from backends.cluster.cluster_file import load
     from backends.cluster.model_rendering import TemplateMissing
@@ -319,7 +319,7 @@ def plan_in_file(
 
 
 def refuse_unfit_elastic_host(deployment: Deployment, host: str, address: str) -> None:
-    """Exit if the name or address is unfit: the other hosts use both to reach this host."""
+    """Exit if the name or the address, which the other hosts use for this host, is unfit."""
     taken = {*deployment.hosts, *(node.name for node in deployment.storage_nodes)}
     if not ELASTIC_NAME.fullmatch(host):
         refuse(f"--host {host!r}: an elastic host needs a name of a-z, 0-9 and -, as a pod's")
@@ -333,7 +333,7 @@ def refuse_unfit_elastic_host(deployment: Deployment, host: str, address: str) -
 
 
 def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:
-    """Replace the folder of all keys by the folder of this host, or of its pool."""
+    """The plan with the keys folder of `owner`, a host or a pool. Exits if its keys are unfit."""
     if not (given := plan.environment.get(folder.VARIABLE)):
         return plan
     own = folder.folder_of_host(Path(given), owner).resolve()
@@ -358,7 +358,7 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
         except Stopped as stopped:
             console.print(f"{stopped}: stopping ...")
         except (EnvironmentProblem, ChildDied, KeysInvalid, OSError) as problem:
-            ignore_signals()  # a second Ctrl-C must cut neither the message nor the clean-up
+            ignore_signals()  # a second Ctrl-C must interrupt neither the message nor the clean-up
             print_refusal(file_problem(problem) if isinstance(problem, OSError) else str(problem))
             status = 1
         finally:
@@ -375,7 +375,7 @@ def file_problem(error: OSError) -> str:
 
 
 def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:
-    """A command for the operator's other terminal that sends a request."""
+    """A shell command that sends a request, for the operator to run in another terminal."""
     if not openai_url:
         body = '{"text_input": "It is a truth", "max_tokens": 32, "stream": true}'
         return f"curl -sN {http_url}/v2/models/conductor/generate_stream -d '{body}'"
@@ -388,9 +388,9 @@ def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:
 
 
 def run_until_stopped(launcher: Launcher) -> None:
-    """Start the launch, print a first request, then supervise; returns only by an exception."""
+    """Start the launch, print a first request, then supervise. Ends only by an exception."""
     started_s = time.monotonic()
-    if not console.is_terminal:  # no spinner is shown there
+    if not console.is_terminal:  # the spinner below is shown only in a terminal
         console.print(f"starting ... (logs: {launcher.log_dir})", soft_wrap=True)
     with console.status("starting directory, storage nodes and Tritons ..."):
         launcher.start()
@@ -407,7 +407,7 @@ def run_until_stopped(launcher: Launcher) -> None:
     if launcher.openai_url:
         console.print(f"  OpenAI's interface: {launcher.openai_url}/v1", soft_wrap=True)
         console.print(f"  status page, playground: {launcher.openai_url}/", soft_wrap=True)
-    launcher.news()  # drops what was logged before the launch was ready
+    launcher.news()  # discards the loads and refusals before the launch was ready
     while True:
         for restart in launcher.supervise():
             console.print(f"[bold yellow]{escape(restart.text)}[/]")

@@ -7,13 +7,13 @@
                    as JSON (model_settings/running_system.py)
     GET /live      always 200 while this launcher runs, whatever the Tritons do
 
-Each Triton serves a page of its own, and this port merges them. The metrics of metrics/table.py
-already have a label for their model; Triton's own metrics get the label `triton`. The merged
-page has one HELP and one TYPE line for each family. The counters of an incarnation that ended
-are kept, so that no counter decreases. Its gauges are dropped.
+Each Triton and each gateway process serves its own metrics page, and this server merges the pages.
+Metrics of metrics/table.py already have a label for their model; other metrics get the label
+`triton`. The merged page has one HELP and one TYPE line for each metric family. The counters of
+a process that ended are kept, so that no counter decreases. Its gauges are dropped.
 
 The server runs in threads of the launcher. It fetches the pages for each call of /metrics, and
-once a second, so that few counts are lost when a Triton dies.
+once a second, so that few counts are lost when a process dies.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Families = dict[str, Family]
 
 
 def parse(text: str, label: str, is_ours: Mapping[str, object]) -> Families:
-    """The families of a page; samples of families that are not in `is_ours` get `label`."""
+    """The metric families of a page. Samples of families that are not in `is_ours` get `label`."""
     families: Families = {}
     for line in text.splitlines():
         if line.startswith("# "):
@@ -81,16 +81,16 @@ def _family_of(sample: str, families: Families) -> str:
 
 
 class MergedPage:
-    """Merges the pages of several Tritons, each with the counts of its earlier incarnations."""
+    """Merges the pages of several Tritons, each with the counts of its earlier processes."""
 
     def __init__(self, is_ours: Mapping[str, object]) -> None:
-        self._is_ours = is_ours
-        self._incarnations: dict[str, int] = {}
+        self._is_ours = is_ours  # its keys are the families with a label for their model
+        self._incarnations: dict[str, int] = {}  # Triton -> number of its newest process
         self._pages: dict[str, Families] = {}  # Triton -> page of its newest incarnation
         self._ended: Families = {}  # sums of the counters of incarnations that ended
 
     def take(self, triton: str, incarnation: int, text: str) -> None:
-        """Replace the page of a Triton, unless `incarnation` is older than that of the page."""
+        """Replace the page of a Triton, unless a newer incarnation has a page already."""
         if incarnation > self._incarnations.get(triton, 0):
             for name, family in self._pages.pop(triton, {}).items():
                 if family.is_counted:
@@ -102,7 +102,7 @@ class MergedPage:
             self._pages[triton] = parse(text, f'triton="{triton}"', self._is_ours)
 
     def silent(self, triton: str) -> None:
-        """A Triton does not answer or has ended: keep its counters, drop its gauges."""
+        """Drop the gauges of a Triton that does not answer or has ended. Keep its counters."""
         page = self._pages.get(triton, {})
         for name in [name for name, family in page.items() if not family.is_counted]:
             del page[name]
@@ -131,9 +131,9 @@ def _lines(families: Families) -> Iterator[str]:
 
 
 log = logging.getLogger(__name__)
-FETCH_S_MAX = 2.0
+FETCH_S_MAX = 2.0  # timeout of one page
 FETCH_EVERY_S = 1.0
-SILENT_S_MAX = 10.0  # age of a page at which its gauges are dropped
+SILENT_S_MAX = 10.0  # age of a page at which its gauges are dropped, in s
 FETCHES_AT_ONCE = 8
 
 
@@ -155,8 +155,9 @@ class MetricsServer:
         serves_models: Callable[[], bool] = lambda: True,
         settings: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """`sources()` lists the processes that run now. `serves_models()` is False on a host
-        without workers and frontend. This server's threads call all four functions."""
+        """`sources()` lists the pages of running processes. `states()` has all models.
+        `serves_models()` is False on a host without workers and frontend. `settings()` is the
+        answer to GET /settings. This server's threads call all four functions."""
         self._settings = settings
         self._sources, self._states, self._serves_models = sources, states, serves_models
         self._page = MergedPage(METRICS)
@@ -187,7 +188,7 @@ class MetricsServer:
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self) -> None:
-        with self._lock:  # so that an older page cannot replace a newer one
+        with self._lock:  # so that a page fetched earlier cannot replace one fetched later
             sources = self._sources()
             texts = list(self._fetchers.map(_fetched, sources))
             now_s = time.monotonic()

@@ -1,21 +1,21 @@
 """Rolling restarts of the processes that read certificates only at their start.
 
 When the host's folder of keys changes, the launcher drains and restarts the outdated workers, one
-at a time, while all other workers of the host serve. Requests under way finish on the draining
-worker; new requests are routed to other workers.
+at a time, while all other workers of the host serve. A draining worker finishes its requests, and
+new requests are routed to other workers.
 
 Hosts take turns, because an operator may copy new keys to all hosts at once. A role with two
-workers therefore always has one that serves. A turn is an election in etcd. Where one directory
-serves without an election, a turn is a block that only one owner may write.
+workers therefore always has one that serves. The host that wins an election in etcd has the turn.
+Without etcd, the host that owns a certain block in the directory has the turn.
 
-The etcd member reads its certificate at each handshake, but the authorities only at its start. It
-is restarted in the same turn, before the workers, when the authorities change. One member at a time
-keeps etcd's quorum. If etcd rejects this host's keys, as after two renewal steps at once, no turn
-can be obtained. The member is then restarted without a turn.
+The etcd member reads its certificate at each handshake, but the trusted authorities (CA file) only
+at its start. When the authorities change, the member is restarted in the same turn, before the
+workers. Only one member restarts at a time, so etcd keeps its quorum.
 
-An outdated worker that is not ready for SILENT_S is restarted without a turn as well. After two
-renewal steps that came too fast, its certificate may not be trusted any more. The host would then
-wait for ever until all of its workers are ready.
+The steps of a change of authority (keys/authority.py) may follow too fast. Then the other members
+of etcd or the frontends may not trust this host's processes any more. An etcd member without access
+to etcd cannot get a turn, and an untrusted worker never becomes ready again. Both are therefore
+restarted without a turn: the member after KEPT_OUT_S, a worker after SILENT_S.
 
 ZeroMQ, KV over TCP and the frontends' channels read renewed keys without a restart.
 """
@@ -40,25 +40,24 @@ from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.records.blocks import Slot
 from mooncake_store.wire.addresses import ELECTED
 
-SETTLED_S = 3.0  # the keys must stay unchanged for so long, because copies change file by file
-SILENT_S = 5.0  # an outdated worker that is not ready for so long is restarted without a turn
-WHOLE_S = 2.0  # all workers must be ready for so long before the next restart
-TTL_S = 5  # of the turn's lease in etcd, and the pause after a failed campaign
-KEPT_OUT_S = 10.0  # after so many seconds of failing calls to etcd, no turn can be obtained
-ETCD = "etcd's member"  # stands for the etcd member among the names of workers
-CLOSE_S_MAX = 0.5  # limit of the wait for etcd when the launcher stops
-# The turn without an election: its block's key and size, its lease, and the period and timeout of
-# calls to the directory.
+SETTLED_S = 3.0  # seconds without a change of the keys, because a copy changes file by file
+SILENT_S = 5.0  # an outdated worker that is not ready for these seconds is restarted without a turn
+WHOLE_S = 2.0  # all workers must be ready for these seconds before the next restart
+TTL_S = 5  # lease of the turn in etcd, in s; also the pause after a failed campaign
+KEPT_OUT_S = 10.0  # after calls to etcd failed for these seconds, no turn can be obtained
+ETCD = "etcd's member"  # name of the etcd member in collections of worker names
+CLOSE_S_MAX = 0.5  # limit of the wait for etcd when the launcher stops, in s
+# The turn without etcd: key and bytes of the block that its owner has allocated.
 TURN_KEY = hashlib.blake2b(b"renewal", digest_size=KEY_BYTES).digest()
 TURN_BYTES = 4096
-LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0
+LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0  # of the block; period, timeout of calls; in s
 
 log = logging.getLogger(__name__)
 
 
 class HostTurn:
     """This host's turn to restart processes, by an election in etcd. The first call of `is_held`
-    starts the campaign; `give_back` ends the turn."""
+    starts a campaign in a thread. `give_back` ends the turn."""
 
     def __init__(self, directory_address: str, host: str) -> None:
         self._address, self._host = directory_address, host
@@ -88,7 +87,7 @@ class HostTurn:
             self._thread = None
 
     def is_kept_out(self, now_s: float) -> bool:
-        """Call etcd; True if such calls have failed for KEPT_OUT_S."""
+        """Call etcd. True if all such calls failed during the last KEPT_OUT_S."""
         try:
             etcd, prefix = parse_address(self._address)
             etcd.get(prefix)
@@ -99,7 +98,7 @@ class HostTurn:
         return self._failing_from_s is not None and now_s - self._failing_from_s >= KEPT_OUT_S
 
     def give_back(self, wait_s: float | None = None) -> None:
-        """End the turn or its campaign. `wait_s` limits the wait; None: no limit."""
+        """End the turn or its campaign. `wait_s` limits the wait for the thread; None: no limit."""
         self._failing_from_s = None
         self._is_over.set()
         if self._thread is not None:
@@ -110,8 +109,8 @@ class HostTurn:
 
 
 class DirectoryTurn(HostTurn):
-    """The turn without etcd: the owner of the uncommitted block TURN_KEY has the turn. A directory
-    gives the slot of an uncommitted block to one owner only, until the owner's lease expires."""
+    """The turn without etcd: the owner of the uncommitted block TURN_KEY has the turn. The
+    directory grants an uncommitted block to one owner only, until the owner's lease expires."""
 
     def __init__(self, directory_address: str, host: str) -> None:
         super().__init__(directory_address, host)
@@ -176,7 +175,7 @@ def turn_at(directory_address: str, host: str) -> HostTurn:
 
 
 class CertificateRenewal:
-    """Decides which worker must be restarted now. The launcher calls `due` repeatedly."""
+    """Decides which worker to restart now, or the etcd member. The launcher calls `due` often."""
 
     def __init__(self, keys: Keys | None, turn: HostTurn) -> None:
         self._turn = turn
@@ -187,12 +186,13 @@ class CertificateRenewal:
         self._started_with: dict[str, str] = {}  # process -> digest of the files it read
         self._seen: FileDigests | None = None
         self._changed_s = float("-inf")  # time of the last change of the files, in s
-        self._is_under_way = False  # True from the call for a turn until the turn is given back
-        self._whole_from_s: float | None = None  # the host is whole since, in s; None: not yet
+        self._is_under_way = False  # True from the request for a turn until the turn's end
+        # Time since which all processes serve, in s; None: not checked in this turn.
+        self._whole_from_s: float | None = None
         self._silent_from_s: dict[str, float] = {}  # outdated worker -> not ready since, in s
 
     def started(self, worker: str) -> None:
-        """A process starts and reads the current certificates. `worker` may be ETCD."""
+        """Call when `worker`, or ETCD, starts and reads the current files of keys."""
         if self._digests is not None:
             self._started_with[worker] = self._digests.get().read_by(worker)
 
@@ -221,7 +221,7 @@ class CertificateRenewal:
             return silent
         self._is_under_way = True
         if not self._turn.is_held():
-            if not stale:  # the outdated processes were restarted for another reason
+            if not stale:  # other events have restarted the outdated processes
                 self._end_turn()
             elif stale[0] == ETCD and self._turn.is_kept_out(now_s):
                 return ETCD

@@ -1,13 +1,12 @@
 """One tritonserver of `mooncake serve`: its part of the repository, ports, log, start and death.
 
 The models that clients call share one Triton, the *frontend's*, on the public ports. Each prefill
-and decode worker has a Triton of its own. A worker's Triton listens on loopback, or at the address
-that frontends call where a deployment has several hosts. A hung, aborted or killed worker process
-therefore affects no other model (docs/decisions/0017).
+and decode worker has a Triton of its own, so that a hung, aborted or killed worker process affects
+no other model (docs/decisions/0017). A worker's Triton listens on loopback. In a deployment of
+several hosts, it listens at the host's address, so that frontends of other hosts can call it.
 
 Each model instance runs in a process of its own (Triton's Python stub), a child of tritonserver.
-`Stubs` finds these processes, because Triton does not detect the death of one: it keeps reporting
-the model as ready.
+`Stubs` finds these processes, because Triton keeps reporting a model as ready after its stub died.
 
 Not here: which Tritons there are (launch.py), reading Triton's log (repository.py).
 """
@@ -69,8 +68,8 @@ class Stubs:
 
 
 def end_orphans(launches: Collection[str]) -> None:
-    """Kill model processes of dead launches. A stub whose Triton is killed during a load can wait
-    for that Triton for ever. `launches`: their names, which are prefixes of their shared memory."""
+    """Kill the stubs of dead launches. A stub whose Triton is killed during a load can wait for
+    ever. Names of a launch's shared memory begin with the name of the launch, as in `launches`."""
     prefixes = tuple(f"{name}-" for name in launches)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -87,21 +86,21 @@ def _stub_arguments(pid: str) -> list[str]:
 
 FRONTEND = "frontend"
 LOOPBACK = "127.0.0.1"
-CRASHES_MAX = 2
-PROMISED: dict[str, list[int]] = {}  # process name -> ports that its newest incarnation uses
+CRASHES_MAX = 2  # restarts of a Triton that crashes before its first readiness
+PROMISED: dict[str, list[int]] = {}  # process name -> ports of its newest incarnation
 INCARNATIONS = itertools.count(1)  # numbers the incarnations of all Tritons of this launcher
 NUMBERS = itertools.count(1)  # numbers the Tritons; a restart keeps a Triton's number
-DRAIN_S_MAX = 45.0  # a worker finishes its requests within 30 s, then deregisters
-END_S_MAX = 5.0  # from SIGTERM to SIGKILL
-# Limit between a worker's log line that it serves and Triton's line that the model is loaded.
+DRAIN_S_MAX = 45.0  # limit of a drain, in s; a worker ends its requests after 30 s at most
+END_S_MAX = 5.0  # seconds from SIGTERM to SIGKILL
+# Limit, in s, from the worker's log line that it serves to Triton's that the model is loaded.
 # Usually this takes milliseconds. Triton 2.51 waits for ever for a stub that paused during its
-# load. The worker is in the directory by then and refuses every call.
+# load. By then the directory lists the worker, but every call of the worker fails.
 LOAD_PENDING_S_MAX = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where one incarnation of a Triton listens: HOST:PORT, or "" for a disabled service."""
+    """Where one incarnation (process) of a Triton listens: HOST:PORT; "": service disabled."""
 
     grpc: str
     metrics: str = ""
@@ -138,15 +137,16 @@ def restarts_of(children: Iterable[ChildProcess]) -> list[Restart]:
 
 @dataclass(frozen=True, slots=True)
 class TritonSetup:
-    """What the Tritons of a launch have in common."""
+    """Settings that all Tritons of a launch share."""
 
     repository: Path  # the operator's model repository
     mirrors: Path  # folder with a mirror of the repository for each Triton
     log_dir: Path
     cwd: Path
     command_of: Callable[[Triton, Endpoints], Command]  # the command of the next incarnation
-    listen: str = LOOPBACK  # of Tritons without a planned port, as the next two
-    called: str = LOOPBACK  # host address that callers use
+    # The next three are for Tritons without planned addresses.
+    listen: str = LOOPBACK  # address to bind
+    called: str = LOOPBACK  # address that callers use
     ports: tuple[int, int] = (PORT_MIN, PORT_MAX)  # lowest port, highest port + 1
     log_bytes_max: int = LOG_BYTES_MAX
     folders: WorkerFolders | None = None  # None: each config.pbtxt is mirrored unchanged
@@ -160,9 +160,9 @@ class Triton:
     def __init__(
         self, name: str, setup: TritonSetup, fixed: Endpoints | None, wants: Callable[[str], bool]
     ) -> None:
-        """Does not start the process. `fixed` are the planned addresses. Without them, each start
-        chooses a free port from `setup.ports`. The metrics service always listens on loopback.
-        `wants(model)` is True if this Triton serves the model."""
+        """Does not start the process. `fixed` are the planned addresses. With None, each start
+        chooses a free gRPC port from `setup.ports`. The metrics service always gets a free port of
+        loopback. `wants(model)` is True if this Triton serves the model."""
         self.name = name
         self.number = next(NUMBERS)
         self._setup, self._fixed = setup, fixed
@@ -173,7 +173,7 @@ class Triton:
         self.endpoints: Endpoints | None = None  # of the newest incarnation
         self.incarnation = 0  # number of the newest incarnation; 0 before the first start
         self.child: ChildProcess | None = None
-        self._starts = 0
+        self._starts = 0  # `child.starts` of the incarnation to which the state below belongs
         self._crashes = 0  # crashes before the first readiness; 0 <= _crashes <= CRASHES_MAX
         self._loaded: set[str] = set()  # models that the newest incarnation loaded
         self._with_process: set[str] = set()  # models that had a process at the last `supervise`
@@ -225,14 +225,15 @@ class Triton:
         return self.child.pid if self.child is not None and self.child.is_alive else None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
-        """Copy edits to the mirror and restart what died. `alive`: models that have a process."""
+        """Copy edits to the mirror and restart Triton or models that died; returns the restarts.
+        `alive` are the models that have a live process."""
         self.mirror.sync()
         if self.child is None:
             return []
         restarts = [Restart(model) for model in self._died(alive)]
         self._log.moved(self.child.bound_log())  # after _died, which read the whole log
         if self.child.is_alive and self.service_problem():
-            self.child.kill()  # another process took its port; the next incarnation gets another
+            self.child.kill()  # a port is taken; the next incarnation chooses its free ports again
         pause_s = self.child.supervise()
         if pause_s is not None:
             restarts.append(Restart(self.name, pause_s))
@@ -241,10 +242,10 @@ class Triton:
         return restarts
 
     def _died(self, alive: set[str]) -> list[str]:
-        """Models whose process died and that are started again without a restart of Triton."""
+        """Models whose process died, and which are started again without a restart of Triton."""
         self._read_log()
-        # Each load attempt of a model that fails to load starts and ends a process. Only loaded
-        # models are therefore expected to have one.
+        # Each failed attempt to load a model starts and ends a process. Only a loaded model
+        # without a process has therefore died.
         died = (self._with_process & self.mirror.models() & self._loaded) - alive
         self._with_process = set(alive)
         return [model for model in sorted(died) if self._revive(model)]
@@ -264,17 +265,17 @@ class Triton:
         return self._log.service_problem
 
     def supervise_start(self) -> str:
-        """Supervise Triton until its first readiness; returns why it cannot start, or "".
+        """Supervise Triton until its first readiness. Returns why Triton cannot start, else "".
 
-        A chosen port that another process took is replaced by another port. A Triton that a signal
-        ended is restarted up to CRASHES_MAX times: on a busy machine Triton 2.51 sometimes aborts
-        while it creates its models' shared memory. Raises ChildDied if Triton exited by itself or
-        crashed more often.
+        If another process took a port that was not planned, Triton is restarted with another port.
+        A Triton that a signal ended is restarted up to CRASHES_MAX times: on a busy machine Triton
+        2.51 sometimes aborts while it creates its models' shared memory. Raises ChildDied if Triton
+        exited by itself or crashed more often.
         """
         if self.child is None:
             self.mirror.sync()
             return ""
-        problem = self.service_problem()  # Triton exits without gRPC, but not without metrics
+        problem = self.service_problem()  # without its gRPC port Triton exits by itself
         if problem and (self._fixed is None or "Metrics" in problem):
             self._start_again(self.child)
             return ""
@@ -301,8 +302,8 @@ class Triton:
             self._loads.append(replace(load, is_new=load.model not in self._loaded))
 
     def states(self) -> list[ModelState] | None:
-        """The state of each model; None while Triton does not answer. A Triton answers only after
-        it tried each of its models once. Any thread may call this."""
+        """The state of each model; None while Triton does not answer. Triton answers only after it
+        tried to load each model once. Any thread may call this."""
         endpoints = self.endpoints
         if endpoints is None:
             return None
@@ -319,7 +320,7 @@ class Triton:
 
 
 class WorkerTriton(Triton):
-    """A worker's Triton: started once the worker's folder is complete, drained once it is gone."""
+    """A worker's Triton. It starts when the mirror has the worker's folder, and ends by a drain."""
 
     make_policy = GrowingPauses
 
@@ -352,13 +353,13 @@ class WorkerTriton(Triton):
             self.child.kill()
 
     def _revive(self, model: str) -> bool:
-        """Kill Triton, which `supervise` then restarts: it serves no other model."""
+        """Kill this Triton, which serves no other model; `supervise` then restarts it."""
         assert self.child is not None
         self.child.kill()
         return False
 
     def drain(self, alive: set[str]) -> bool:
-        """Let the worker finish its requests for DRAIN_S_MAX, then end it. Call until True."""
+        """Drain the worker for at most DRAIN_S_MAX, then end its Triton. Call until True."""
         now_s = time.monotonic()
         if self._draining_from_s is None:
             self._draining_from_s = now_s
@@ -366,7 +367,7 @@ class WorkerTriton(Triton):
         if self.child is None:
             return True
         if not self.child.is_alive:
-            self.child.kill()  # kills hung stubs of its process group
+            self.child.kill()  # kills stubs that are left in its process group
             return True
         if self._ending_from_s is None:
             if alive and now_s - self._draining_from_s < DRAIN_S_MAX:
