@@ -1,8 +1,8 @@
-"""One HTTP status for each kind of error: the gateway's table.
+"""The gateway's HTTP status for each kind of error.
 
-Triton's HTTP interface has no status for the kind of an error, so its clients read the first word
-of the message (errors.py). The gateway returns the same kind as a status, an error type of OpenAI's
-interface and a machine-readable code (table: docs/reference/gateway.md, Errors). Pure.
+Triton's HTTP interface has no status for the kind of an error. The first word of the message shows
+the kind (errors.py). The gateway translates it into a status, an error type of OpenAI's interface
+and a machine-readable code (table: docs/reference/gateway.md, Errors). Pure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from backends.errors import (
 )
 
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1, 3600
-ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")
+ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")  # Triton prepends this to a step's error
 INTERNAL = "internal_error:"
-NOT_THERE = (*TRITON_NEVER_PASSED_ON, GRPC_NEVER_SENT)
+NOT_THERE = (*TRITON_NEVER_PASSED_ON, GRPC_NEVER_SENT)  # in errors of calls that reached no model
 
-TYPES = {
+TYPES = {  # HTTP status -> `type` of an error in OpenAI's interface
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -75,8 +75,8 @@ class HttpRefusal(Exception):
 
 
 def of_message(message: str) -> HttpRefusal:
-    """The error response for a message of Triton or of a model; `param` is left to the caller. Only
-    the beginning of the message is matched, because the rest may quote client input."""
+    """The error response for an error message of Triton or of a model; its `param` is None. The
+    first word of a model's message decides the kind, because the rest may quote client input."""
     text = ENSEMBLE.sub("", message)
     if rejected := REJECTED.match(text):
         kind, wait_s, reason = rejected.groups()
@@ -101,11 +101,11 @@ def of_message(message: str) -> HttpRefusal:
 
 
 def unavailable(message: str) -> HttpRefusal:
-    """No process serves the request now; a retry after a second may succeed."""
+    """The error response while no process can serve the request; the client should retry soon."""
     return HttpRefusal(503, "unavailable", message, retry_after_s=RETRY_AFTER_S_MIN)
 
 
 def retry_after_s(wait_s: float) -> int:
-    """Whole seconds for the header, 1 to RETRY_AFTER_S_MAX."""
+    """Whole seconds for the header Retry-After, 1 to RETRY_AFTER_S_MAX."""
     whole_s = math.ceil(wait_s) if math.isfinite(wait_s) else RETRY_AFTER_S_MAX
     return min(max(whole_s, RETRY_AFTER_S_MIN), RETRY_AFTER_S_MAX)

@@ -1,7 +1,7 @@
-"""The tensors of the client-facing models, in one table.
+"""The tensors of the models that clients call, in one table.
 
-Names and types are those of TensorRT-LLM's `ensemble` (inflight_batcher_llm), so that its clients
-work unchanged, plus a few additional ones. A test compares the config.pbtxt files with this table.
+Names and types are those of TensorRT-LLM's model `ensemble` (inflight_batcher_llm), so clients of
+that model work unchanged. We add a few tensors. A test compares config.pbtxt files with this table.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ CLUSTER, CHARGE = "cluster", "charge"
 @dataclass(frozen=True, slots=True)
 class Tensor:
     name: str
-    dtype: str  # Triton's, without TYPE_
-    dims: tuple[int, ...] = (1,)
-    neutral: object = None  # the only accepted value of an unsupported input; None: none
+    dtype: str  # Triton's name of the type, without TYPE_
+    dims: tuple[int, ...] = (1,)  # shape without the batch dimension; -1: any size
+    neutral: object = None  # the only accepted value of an unsupported input; None: no value
 
 
 SUPPORTED_INPUTS = (
@@ -55,7 +55,7 @@ SUPPORTED_INPUTS = (
     Tensor("return_num_output_tokens", "BOOL"),
 )
 
-# Declared because TensorRT-LLM declares them. Other values than the neutral one are rejected.
+# Inputs that TensorRT-LLM declares. This server rejects every value but the neutral one.
 UNSUPPORTED_INPUTS = (
     Tensor("decoder_text_input", "STRING", neutral=b""),
     Tensor("num_return_sequences", "INT32", neutral=1),
@@ -99,14 +99,14 @@ OUTPUTS = (
 )
 
 FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # used by the postprocessing model only
-# For each generated token of the message: shape [tokens], and twice [tokens, top_logprobs].
+# For each token of a message: one value (output_log_probs), or `top_logprobs` values (the others).
 OF_LOGPROBS = {"output_log_probs", "top_token_ids", "top_log_probs"}
 
-# TensorRT-LLM sends these without the batch dimension, one string per sequence, and its clients
-# read `text_output[0]` as the string.
+# Sent without the batch dimension, as TensorRT-LLM does: its clients read `text_output[0]` as the
+# string.
 UNBATCHED_OUTPUTS = {"text_output"}
 
-# Request parameters (KServe `parameters`); others are rejected by name.
+# Request parameters (KServe `parameters`). A request with any other parameter is rejected.
 PARAMETERS = {
     "request_priority": "int: below 0 is rejected earlier under load",
     "tenant": "string: salts the block keys, so tenants never share KV; with API keys only the "
@@ -121,12 +121,12 @@ PARAMETERS = {
     "decisions; with API keys only for the gateway",
     "tenant_proof": "string: with API keys, the gateway's proof of `tenant`",
 }
-# Set by Triton's own front ends, not by users.
+# Parameters that Triton's own HTTP and gRPC services add to a request.
 TRITON_PARAMETERS = {"triton_enable_empty_final_response", "binary_data_output", "headers"}
 
 
 def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
-    """A problem for each unsupported input with another value; empty tensors are accepted."""
+    """A problem for each unsupported input that is neither empty nor has its neutral value."""
     found = []
     for tensor in UNSUPPORTED_INPUTS:
         value = inputs.get(tensor.name)

@@ -1,11 +1,11 @@
 """Mutual TLS of the workers' gRPC: arguments of their Tritons, and channels to them.
 
-With a folder of TLS keys (mooncake_store/keys) every worker's Triton requires a certificate of the
-cluster and presents its host's. Without such a folder the connections are plain, as on one machine.
-Triton reads certificates when it starts, so it must be restarted after a renewal.
+With a folder of TLS keys (mooncake_store/keys), a worker's Triton requires a certificate of the
+cluster and presents the certificate of its host. Without the folder, as on one machine, connections
+have no TLS. Triton reads certificates only when it starts: restart it after a renewal.
 
-A client with a wrong certificate gets only "Socket closed", as from a Triton that dies. But Triton
-refuses it while it connects, so gRPC's error text contains GRPC_NEVER_SENT.
+A client with a wrong certificate gets only the error "Socket closed", as from a Triton that exits.
+But Triton rejects the client before the call is sent, so the text also contains GRPC_NEVER_SENT.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mooncake_store.keys.curve import is_loopback
 from mooncake_store.keys.folder import MEMBER, Keys, LiveFiles
 from mooncake_store.keys.tls import TlsContexts
 
+# Words in gRPC's error text: the TLS handshake failed; the peer closed the connection.
 HANDSHAKE = ("handshake", "certificate", "ssl", "tls", "wrong_version_number")
 SILENT = ("socket closed", "connection reset", "recvmsg")
 
@@ -52,7 +53,7 @@ def credentials_now() -> grpc.ChannelCredentials | None:
 
 
 def _read(keys: Keys) -> grpc.ChannelCredentials:
-    _ = TlsContexts(keys).client  # KeysInvalid for files that do not belong together
+    _ = TlsContexts(keys).client  # raises KeysInvalid if the files do not belong together
     return grpc.ssl_channel_credentials(
         keys.authorities.read_bytes(), keys.private_key.read_bytes(), keys.certificate.read_bytes()
     )
@@ -68,8 +69,8 @@ def worker_channel(address: str, options: Sequence[tuple[str, object]]) -> grpc.
 
 
 def refusal(address: str, details: str | None) -> WorkerRefused | None:
-    """The error of a call that was not sent because the TLS handshake failed, or may have failed:
-    the peer closes each connection. None for other errors. `details`: the text of gRPC's error."""
+    """The error of a call that was not sent because the TLS handshake failed, or None. A connection
+    closed by the peer counts as a failed handshake. `details`: gRPC's error text."""
     text = (details or "").lower()
     if GRPC_NEVER_SENT not in text:
         return None

@@ -1,6 +1,5 @@
-"""Triton Python model `conductor`, which clients call. It hosts the Frontend, which uses the
-Conductor to route.
-"""
+"""Triton Python model `conductor`, which clients call. It runs the Frontend. The Frontend serves
+the requests and routes them with the Conductor."""
 
 import os
 import time

@@ -54,10 +54,10 @@ def doctor(
     store_bytes: StoreBytes = "1G",
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
 ) -> None:
-    """Check whether this host can serve, and whether a running system is well, with remedies.
+    """Check whether this host can serve and whether a running system works, and print remedies.
 
-    Takes some seconds, because storage nodes are started to measure transfers. The exit status is
-    1 if a finding is BROKEN.
+    The command takes some seconds, because it starts storage nodes to measure transfers. The exit
+    status is 1 if a finding is BROKEN.
     """
     named = parse_nodes(nodes)
     ask = ask_at(metrics_url)
@@ -110,7 +110,7 @@ def repository_findings(
 
 
 def worker_files(texts: Mapping[str, str]) -> list[ModelFile]:
-    """The readable files of workers. Unreadable files are findings of the repository."""
+    """The readable files of workers. `repository_findings` reports the unreadable files."""
     found = []
     for model, text in texts.items():
         with contextlib.suppress(ConfigError):
@@ -123,7 +123,7 @@ def start_findings(ports: dict[str, int], shm_bytes: int) -> Iterator[Finding]:
     try:
         triton = environment.find_triton()
     except environment.EnvironmentProblem:
-        return  # version_findings reports it
+        return  # version_findings reports the missing Triton
     addresses = {name: ("127.0.0.1", port) for name, port in ports.items()}
     found = list(environment.problems(triton, addresses, shm_bytes, THREADS_WANTED))
     for problem in found:

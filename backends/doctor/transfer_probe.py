@@ -1,8 +1,8 @@
 """Measures transfers between two storage nodes of this host, by each transport.
 
-The probe starts a directory and two small storage nodes, reads by each transport, and stops them.
-It runs in its own process (`python -m backends.doctor.transfer_probe`, one line of JSON), because
-NIXL and UCX may crash theirs.
+The probe starts a directory and two small storage nodes, reads from one node to the other by each
+transport, and stops the processes. `python -m backends.doctor.transfer_probe` prints one line of
+JSON. The probe has a process of its own, because NIXL and UCX may crash their process.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from mooncake_store.errors import StoreError
 from mooncake_store.layout import KvLayout
 from mooncake_store.transports.rates import PathReport
 
-WAYS = ("mapped", "nixl", "tcp")
-SEGMENT_BYTES = 32 * 2**20
-ANSWER_S_MAX = 3.0
-ROUNDS = 3
-PROBE_S_MAX = 120.0  # the probe takes a few seconds on a quiet machine
+WAYS = ("mapped", "nixl", "tcp")  # transports
+SEGMENT_BYTES = 32 * 2**20  # memory of each storage node
+ANSWER_S_MAX = 3.0  # wait for the other node's answer in one round
+ROUNDS = 3  # measurements of each transport
+PROBE_S_MAX = 120.0  # limit of the whole probe, which takes a few seconds on a quiet machine
 LAYOUT = KvLayout(layers=4, kv_heads=1, head_dim=1024, dtype="float32", block_tokens=4)
 
 
 @dataclass(frozen=True, slots=True)
 class ProbedWay:
-    """The measured reads of another node of this host by one transport."""
+    """Reads by one transport from another storage node of this host, as measured."""
 
     transport: str
-    bytes_per_s: float = 0.0  # 0: it does not work
-    latency_s: float = 0.0
-    problem: str = ""  # why it does not work
+    bytes_per_s: float = 0.0  # 0: the transport does not work
+    latency_s: float = 0.0  # of a small read; 0: the transport does not work
+    problem: str = ""  # why the transport does not work; "" if it works
 
 
 def probe() -> list[ProbedWay]:
@@ -73,7 +73,7 @@ def probe() -> list[ProbedWay]:
 
 
 def measure(folder: Path) -> list[ProbedWay]:
-    """Measure in this process. `folder`: for sockets and logs. ChildDied without a store."""
+    """Measure in this process. `folder`: for sockets and logs. Raises ChildDied if a node exits."""
     options = ["--data", "127.0.0.1:0"]
     nodes = [_node_name(os.getpid(), which) for which in ("own", "other")]
     store = StoreProcesses(folder, nodes, SEGMENT_BYTES, None, 0, [], options)
@@ -90,7 +90,7 @@ def _node_name(pid: int, which: str) -> str:
 
 
 def _measured(address: str, way: str, own: str, other: str) -> ProbedWay:
-    """The best of ROUNDS: other load on this machine only makes a round slower."""
+    """The best of ROUNDS measurements, because other load only makes a measurement slower."""
     try:
         with DirectoryClient(address) as directory:
             store = Store(directory, own, "doctor", LAYOUT, way)

@@ -1,10 +1,10 @@
-"""One config.pbtxt: its settings as Triton reads them, and its text with other values.
+"""Reads one config.pbtxt as Triton does, and changes values in its text.
 
-The file is parsed with Triton's own message (ModelConfig), so both accept the same files. A value
-is changed in the text, so that comments and layout are kept. The result is parsed again and
-rejected if anything else has changed.
+The text is parsed as Triton's own protobuf message (ModelConfig), so this module and Triton accept
+the same files. A value is replaced in the text, so that comments and layout are kept. The new text
+is parsed again, and rejected if anything but the value has changed.
 
-Not here: whether values are right (repository_check.py), files (repository_files.py).
+Not here: whether values are right (repository_check.py), access to files (repository_files.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TAKE_ANOTHER = "take one of the same kind as a model"
 COMMENT = re.compile(
     r"""(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|\#[^\n]*""", re.VERBOSE
 )
-SHOWN_MAX = 200  # characters of the parser's own message
-NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # how BYTES decodes invalid bytes
+SHOWN_MAX = 200  # characters of the parser's own message that an error quotes at most
+NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # characters to which BYTES decodes invalid bytes
 SET_BY_COMMAND = "Set by `mooncake config set`."
 
 
@@ -36,13 +36,13 @@ class ModelFile:
 
     model: str  # name of its folder
     text: str
-    name: str  # name in the file; "": the folder's name
-    backend: str  # backend or platform
-    parameters: Mapping[str, str]  # without those that the launcher adds (named _...)
-    instances: int  # of all instance groups, >= 1
-    steps: tuple[str, ...]  # models of an ensemble
-    inputs: Mapping[str, str]  # name -> type
-    outputs: Mapping[str, str]
+    name: str  # name in the file; "": the file has none, and Triton uses the folder's name
+    backend: str  # field `backend`, or else field `platform`
+    parameters: Mapping[str, str]  # without names with a leading _, which the launcher adds
+    instances: int  # sum over all instance groups, >= 1
+    steps: tuple[str, ...]  # models that an ensemble calls; () for other models
+    inputs: Mapping[str, str]  # tensor -> Triton's name of its type, without TYPE_
+    outputs: Mapping[str, str]  # as inputs
 
     @property
     def is_worker(self) -> bool:
@@ -84,13 +84,13 @@ def reading_problem(model: str, raw: bytes) -> str:
 
 
 def without_comments(text: str) -> str:
-    """The text without comments and with single spaces. Triton reloads a model only if this part of
-    its text changes."""
+    """The text without comments and with single spaces. Triton reloads a model only if two texts
+    differ in this form."""
     return " ".join(COMMENT.sub(r"\g<string>", text).split())
 
 
 def changed(file: ModelFile, parameters: Mapping[str, str]) -> str:
-    """The text with these values. Raises ConfigError if only a person can change the text."""
+    """The text with these values. Raises ConfigError if the text must be edited by hand."""
     hidden = sorted((file.parameters.keys() & parameters.keys()) - parameters_of(file.text).keys())
     if hidden:
         raise ConfigError(_by_hand(file.model, hidden[0]))

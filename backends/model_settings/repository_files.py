@@ -1,4 +1,4 @@
-"""The config.pbtxt files of a model repository on disk: reading all, replacing one."""
+"""Reads and replaces the config.pbtxt files of a model repository on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG_BYTES_MAX = 2**20
 
 
 def read_texts(repository: Path) -> dict[str, str]:
-    """Model -> its config.pbtxt. Raises ConfigError if there is none, or one is unreadable."""
+    """Model -> its config.pbtxt. Raises ConfigError if no file exists, or a file is unreadable."""
     if not repository.is_dir():
         raise ConfigError(
             f"there is no model repository at {repository}: run from the project's root, name one "
@@ -36,8 +36,8 @@ def read_texts(repository: Path) -> dict[str, str]:
 
 
 def read_config(model: Path) -> bytes:
-    """The config.pbtxt of a model's folder. Raises ConfigError with a remedy if it is unreadable. A
-    pipe of this name does not block the caller."""
+    """The config.pbtxt of a model's folder. Raises ConfigError with a remedy if the file is
+    unreadable. A pipe of this name is rejected, so that it cannot block the caller."""
     path = model / CONFIG
     try:
         found = path.stat()
@@ -64,14 +64,14 @@ def by_number(model: str) -> tuple[str, int, str]:
 
 
 def sole_setter(repository: Path, report: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Serialise `mooncake config set`, so that each call can follow its own edit."""
+    """Allow one `mooncake config set` at a time, so that each can follow its own edit."""
     if not os.access(repository, os.R_OK):
         return contextlib.nullcontext()  # reading the repository reports the problem
     return sole_writer(repository, lambda: report("waits for another `mooncake config set`"))
 
 
 def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Write all texts. If one fails, restore the written ones from `before`; raises ConfigError."""
+    """Write all texts. If a write fails, restore the files from `before` and raise ConfigError."""
     written: list[str] = []
     try:
         for model, text in texts.items():
@@ -87,9 +87,9 @@ def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str,
 
 
 def write_text(repository: Path, model: str, text: str) -> None:
-    """Replace a file atomically and keep its permissions. Of a link, the target is replaced."""
+    """Replace a file atomically and keep its permissions. If it is a link, replace the target."""
     path = (repository / model / CONFIG).resolve()
-    # The temporary file is not in the model's folder, because a running system mirrors its entries.
+    # A running system mirrors the model's folder. The temporary file is therefore beside it.
     replace_file(
         path,
         text.encode("utf-8", BYTES),
@@ -104,7 +104,7 @@ def digest(raw: bytes) -> str:
 
 
 def unconfigured(repository: Path) -> list[str]:
-    """Folders without config.pbtxt, like one that is being copied."""
+    """Folders without config.pbtxt, such as a folder that is being copied."""
     return sorted(
         path.name
         for path in repository.iterdir()
@@ -113,7 +113,7 @@ def unconfigured(repository: Path) -> list[str]:
 
 
 def versionless(repository: Path, models: Iterable[str]) -> list[str]:
-    """Models without a version folder, which Triton does not load."""
+    """Models without a version folder (a number from 1). Triton does not load these models."""
     return [
         model
         for model in sorted(models)

@@ -39,8 +39,8 @@ class RunningSettings:
     """The answer to GET /settings on the metrics port."""
 
     repository: str  # absolute path of the model repository
-    # Given options -> value. checkpoint, dtype and device override every config.pbtxt; prefill and
-    # decode are numbers of workers.
+    # Given option of `mooncake serve` -> value. checkpoint, dtype and device override every
+    # config.pbtxt; prefill and decode are numbers of workers.
     options: Mapping[str, str]
     made: Mapping[str, str]  # worker without its own model folder -> folder it is rendered from
     # Worker folders that are not served, because --prefill or --decode is lower than the number of
@@ -56,12 +56,12 @@ class RunningSettings:
         return Path(self.repository) == repository.resolve()
 
 
-Ask = Callable[[], RunningSettings | None]
+Ask = Callable[[], RunningSettings | None]  # reads the settings; None: no valid answer
 
 
 def named_or_served(repository: Path, ask: Ask) -> Path:
-    """Return `repository`. Exception: if it is the default and does not exist, return the
-    repository of the running system. The default repository exists only in a checkout."""
+    """`repository`, or the running system's repository if `repository` is the missing default
+    folder. The default folder exists only in a checkout."""
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         running = ask()
         if running is not None and Path(running.repository).is_dir():
@@ -102,8 +102,8 @@ def wait_for(
     seconds_max: float,
     is_unchanged: Callable[[str], bool] = lambda model: True,
 ) -> dict[str, EditState]:
-    """Poll until no outcome is pending, `seconds_max` have passed, or no answer came for
-    GONE_S_MAX. Then some outcomes may be PENDING. One poll may exceed the limit by ASK_S_MAX.
+    """Poll until no outcome is pending. Give up after `seconds_max`, or after GONE_S_MAX without an
+    answer: some outcomes are then PENDING. The last poll may exceed the limit by ASK_S_MAX.
 
     `wanted`: model -> digest. `is_unchanged(model)`: its file is still the version in `wanted`.
     """

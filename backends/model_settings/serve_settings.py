@@ -1,11 +1,11 @@
 """Options of `mooncake serve` for all models: checkpoint, dtype, device, number of workers.
 
-The value of an option overrides that of every config.pbtxt; all other values come from the files.
-The repository itself is only read. The mirrors that the Tritons poll are rendered from it, so live
-edits of other values apply as usual. A worker without a folder is made from the first served worker
-of its role. Such workers use the storage nodes in turn.
+An option overrides its parameter in every config.pbtxt. The launcher does not write to the model
+repository: it renders *mirrors*, copies that the Tritons poll. Edits of other parameters therefore
+take effect as usual. If an option wants more workers than there are folders, further workers are
+*made* from the first served worker of their role. Made workers use the storage nodes in turn.
 
-Not here: the mirrors (backends/launcher/repository.py).
+Not here: writing the mirrors (backends/launcher/repository.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMMENT = "Set by options of `mooncake serve`."
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """The options of one launch. "" leaves the value of the model repository."""
+    """The options of one launch. "": the option is not given, and the files keep their values."""
 
     checkpoint: str = ""  # an absolute path, or "demo"
     dtype: str = ""
@@ -54,17 +54,17 @@ NO_SETTINGS = ServeSettings()
 
 @dataclass(frozen=True, slots=True)
 class ServedWorkers:
-    """The workers of a launch that differ from the folders of its repository."""
+    """The difference between the workers of a launch and the worker folders of its repository."""
 
-    left_out: frozenset[str] = frozenset()  # folders beyond the number of workers
-    # Worker without a folder -> (role, its number among the workers of this role).
+    left_out: frozenset[str] = frozenset()  # folders beyond the wanted number: not served
+    # Worker without a folder -> (role, its number among the workers of this role, from 0).
     made: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def source_of(self, model: str, backends: Mapping[str, str]) -> str:
-        """The folder that the worker is rendered from; "" if no folder of its role is left.
+        """The folder that a worker is rendered from: its own, or the first served one of its role.
 
-        `backends` maps the existing folders to their backends. A worker with a folder uses this
-        folder.
+        Returns "" if no folder of the role exists any more. `backends`: existing folder -> its
+        backend.
         """
         if model in backends:
             return model
@@ -74,8 +74,8 @@ class ServedWorkers:
 
 
 def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> ServedWorkers:
-    """The workers at the start; `backends` maps the existing folders to their backends. Raises
-    ConfigError if a role with a number of workers has no folder."""
+    """The workers at the start. `backends`: existing folder -> its backend. Raises ConfigError if
+    an option sets the number of workers of a role that has no folder."""
     left_out: set[str] = set()
     made: dict[str, tuple[str, int]] = {}
     for role, count in settings.workers.items():
@@ -97,7 +97,7 @@ def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> Serv
 def rendered(
     settings: ServeSettings, text: str, made_number: int | None, nodes: Sequence[str]
 ) -> str:
-    """The mirrored config.pbtxt. `made_number`: of a worker without a folder; None: it has one."""
+    """The config.pbtxt for the mirror. `made_number`: a made worker's number, or None."""
     parameters = settings.of_model(text)
     if made_number is not None and nodes:
         parameters["store_node"] = nodes[made_number % len(nodes)]

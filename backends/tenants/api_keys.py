@@ -1,13 +1,14 @@
-"""The tenant of an API key: the file of keys, read again when it changes. Thread-safe.
+"""Looks up the tenant of an API key. Reads the file of keys again when it changes. Thread-safe.
 
 If the changed file cannot be used (half written, invalid, gone), the previous keys stay valid and
-the log has the reason. A key is revoked by writing a file without it, never by removing the file.
+the log has the reason. Therefore a key is revoked by writing a file without the key. Removing the
+file revokes nothing.
 
-An API key is hashed and looked up by a keyed hash of the hash, with a key that only this process
-has. The hash that is found is compared in constant time. So response times reveal nothing about
-the hashes in the file.
+The table is indexed by a keyed BLAKE2b hash of each API key's SHA-256. The hash key (`pepper`) is
+random in each process, and the SHA-256 found is compared in constant time. So response times reveal
+nothing about the hashes in the file.
 
-Not here: the file (tenants_file.py), proving the tenant to a frontend (proof.py).
+Not here: the file's format (tenants_file.py), proving the tenant to a frontend (proof.py).
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from mooncake_store.errors import StoreError
 from mooncake_store.keys.folder import LiveFiles
 
 log = logging.getLogger(__name__)
-VARIABLE = "MOONCAKE_API_KEYS"  # a path, or the text of such a file, which begins with {
-KEY_BYTES = 32
+VARIABLE = "MOONCAKE_API_KEYS"  # the file's path, or its JSON text, which begins with {
+KEY_BYTES = 32  # random bytes of an API key
 KEY_PREFIX = "mk-"
 KEY_CHARACTERS_MAX = 256  # longer keys are rejected without hashing
 
 
 def environment(option: Path | None, env: Mapping[str, str]) -> dict[str, str]:
-    """The variable for a launch's processes: `option`, or the value in `env`; paths absolute."""
+    """VARIABLE for the launched processes: `option` or else the value in `env`; paths absolute."""
     given = env.get(VARIABLE, "").strip() if option is None else str(option)
     if given and not given.startswith("{"):
         given = os.path.abspath(given)  # links are not resolved, because they may change
@@ -60,12 +61,12 @@ def sha256_of(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KeyTable:
-    """One version of the file, indexed."""
+    """The content of one version of the file, indexed for lookups."""
 
     tenants: dict[str, ApiTenant]
     by_digest: dict[bytes, tuple[str, str]]  # keyed hash of the SHA-256 -> (SHA-256, tenant)
-    serves_keyless: bool
-    pepper: bytes
+    serves_keyless: bool  # True: requests without a tenant are served as the default tenant's
+    pepper: bytes  # key of the keyed hash
 
     @classmethod
     def of(cls, file: TenantsFile, pepper: bytes) -> KeyTable:
@@ -90,7 +91,7 @@ def _digest(sha256: str, pepper: bytes) -> bytes:
 
 class ApiKeys:
     def __init__(self, path: Path | None, text: str = "") -> None:
-        """Keys of a file, or of `text`, which never changes. Raises TenantsInvalid."""
+        """Read the file at `path`, or `text` if `path` is None. Raises TenantsInvalid."""
         self._pepper = secrets.token_bytes(KEY_BYTES)
         self._files: LiveFiles[KeyTable] | None = None
         self._whole: KeyTable | None = None  # table of the latest valid content
@@ -144,7 +145,6 @@ class ApiKeys:
         except TenantsInvalid as error:
             if self._whole is None:
                 raise StoreError(str(error)) from error
-            # The old table is cached for this content, so requests do not read the file again
-            # until it changes.
+            # LiveFiles caches the returned old table until the file changes again.
             log.warning("keys are not read again, the previous ones stay valid: %s", error)
         return self._whole

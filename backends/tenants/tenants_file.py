@@ -175,8 +175,7 @@ def write(path: Path, file: TenantsFile) -> None:
 
 def _keep_readers(descriptor: int, path: Path) -> None:
     """Copy owner, group and the group's read permission from the file at `path`, so that a service
-    of another user can still read it. Where chown is forbidden, only this user can read the
-    file."""
+    of another user can still read it. Where chown is forbidden, only this user can read it."""
     os.fchmod(descriptor, 0o600)
     with contextlib.suppress(FileNotFoundError, PermissionError):
         before = path.stat()
