@@ -1,22 +1,22 @@
 """Retry policy: whether a lost attempt is retried, when, and without which workers.
 
-The next attempt resumes after the tokens that the client has, so a loss costs only time. Each
-kind of loss has a `Rule`:
+An attempt is one pair of workers that serves the request. The next attempt resumes after the tokens
+that the client has, so a loss costs only time. Each kind of loss has a `Rule`:
 
-    counts      The request may be the cause: a worker died while it held the request, or failed
-                at it. After `counted_max` such losses the request is given up. Otherwise a
-                harmful prompt could kill one worker after the other.
-                Other losses are retried until the deadline; a new request is also limited by
-                `full_workers_max`.
-    avoids      Later attempts leave out the worker, until no other one is available.
-    is soon     The first loss in a row is retried without a pause.
+    counts      The request may be the cause: its worker died or failed, or a storage node had no
+                room for it. After `counted_max` such losses the request is given up. Otherwise
+                a harmful prompt could kill one worker after the other.
+                Other losses are retried until the deadline. For full workers, `full_workers_max`
+                limits the retries of a new request, which no worker has admitted yet.
+    avoids      Later attempts exclude the worker, until no other worker is available.
+    is_soon     The first loss in a row is retried without a pause.
 
 The deadline is the client's timeout or `request_s_max` after the arrival, whichever is earlier. The
 loss of an attempt that decoded tokens restarts `request_s_max`, so that a long answer is not given
 up for its length.
 
-While losses follow each other without a decoded token, pauses
-between attempts double: faster retries would not help, and other requests need the workers.
+While losses follow each other without a decoded token, pauses between attempts double. Faster
+retries would not help, and other requests need the workers.
 
 Not here: the request's next state (machine.py), choosing the next worker (conductor/).
 """
@@ -43,9 +43,9 @@ from backends.errors import (
 )
 from backends.workers.protocol import HEARTBEAT_S
 
-PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 2.0
-CALL_SILENCE_S_MAX = 6 * HEARTBEAT_S
-SILENCE_S_MAX = 1.0  # workers report twice a second: a longer silence means a dead worker
+PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 2.0  # the first and the longest pause
+CALL_SILENCE_S_MAX = 6 * HEARTBEAT_S  # 30 s; then an attempt without a heartbeat is lost
+SILENCE_S_MAX = 1.0  # workers report every 0.5 s; a longer silence means a dead worker
 
 
 class Loss(Enum):
@@ -67,7 +67,7 @@ class Loss(Enum):
 @dataclass(frozen=True, slots=True)
 class Rule:
     counts: bool  # True: counts towards `counted_max`
-    avoids: bool  # True: later attempts leave out the worker
+    avoids: bool  # True: later attempts exclude the worker
     is_soon: bool = True  # True: the first loss in a row is retried without a pause
 
 
@@ -84,7 +84,7 @@ RULES: Mapping[Loss, Rule] = {
     Loss.MESSAGES_LOST: Rule(counts=False, avoids=False),
     Loss.NO_WORKER: Rule(counts=False, avoids=False, is_soon=False),
 }
-NOT_ADMITTED = (Loss.NO_ROOM, Loss.WORKER_FULL)
+NOT_ADMITTED = (Loss.NO_ROOM, Loss.WORKER_FULL)  # losses of a request that no worker admitted
 NO_WORKER_KINDS = ("no_prefill_worker", "no_decode_worker")  # rejections without any candidate
 # Kinds of a rejection by a worker at its own limits. The conductor's rejections have other kinds.
 WORKER_FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload")
@@ -93,13 +93,12 @@ WORKER_FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload
 def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) -> Loss | None:
     """The kind of loss; None: the error goes to the client without a retry.
 
-    `is_resumed`: an earlier attempt was admitted. Then a rejection is retried, because it only
-    means that no worker has room now. `too_large` is the exception: no worker ever has room. A new
-    request is rejected at once. A full storage node may be restarting, so `store_full` is retried
-    in both cases.
+    `is_resumed`: an earlier attempt was admitted. A rejection is then retried, because a worker may
+    have room later. The exception is `too_large`, because no worker ever has room. A new request
+    is rejected at once. `store_full` is always retried, because a full node may be restarting.
 
-    `asks_others`: other frontends fill the workers too, so one full worker does not imply that the
-    others are full. A single frontend has current load figures of all workers.
+    `asks_others`: a new request that a full worker rejects is retried on another worker. This
+    helps with several frontends, because each of them sees the others' load late.
     """
     if isinstance(error, Overloaded):
         if error.kind == "store_full":
@@ -122,7 +121,7 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
 
 
 def loss_by_death(called_s: float, seen_s: float) -> Loss:
-    """The loss by a worker that is gone: WORKER_DIED if it may have received the call.
+    """WORKER_DIED if the worker may have died with the call; WORKER_GONE if it was dead before.
 
     `called_s`, `seen_s`: monotonic times of the call and of the worker's last report.
     """
@@ -131,9 +130,9 @@ def loss_by_death(called_s: float, seen_s: float) -> Loss:
 
 
 def is_silent(now_s: float, seen_s: float | None) -> bool:
-    """Whether a worker sent neither a message nor a heartbeat of an attempt for too long.
+    """Whether an attempt's worker sent no message and no heartbeat for CALL_SILENCE_S_MAX.
 
-    `seen_s`: time of the latest one, or of the call; None: no call is under way.
+    `seen_s`: monotonic time of the latest of them, or of the call; None: no call is under way.
     """
     return seen_s is not None and now_s - seen_s > CALL_SILENCE_S_MAX
 
@@ -142,22 +141,22 @@ def is_silent(now_s: float, seen_s: float | None) -> bool:
 class Attempts:
     """The losses of one request so far. Immutable: `after` returns a new object."""
 
-    counted_max: int  # losses that count, at which the request is given up; >= 1
-    arrived_s: float
-    request_s_max: float
-    timeout_s: float = math.inf  # the client's timeout since the arrival; never restarted
-    full_workers_max: int = 0  # retries of a new request on another worker after full ones
+    counted_max: int  # number of losses that count after which the request is given up; >= 1
+    arrived_s: float  # monotonic time of the request's arrival
+    request_s_max: float  # seconds to the deadline, > 0; restarted by a loss after decoded tokens
+    timeout_s: float = math.inf  # the client's timeout from the arrival, > 0; never restarted
+    full_workers_max: int = 0  # limit of retries of a new request after rejections by full workers
     losses: tuple[Loss, ...] = ()
     in_a_row: int = 0  # latest losses without a decoded token between them
     sent_tokens: int = 0  # tokens sent to the client before the latest loss
-    decoded_at_s: float = -math.inf  # time of the latest loss of an attempt with decoded tokens
-    pause_s_wanted: float = 0.0  # pause before the next attempt, before the deadline cuts it
+    decoded_at_s: float = -math.inf  # time of the latest loss after decoded tokens; -inf: none
+    pause_s_wanted: float = 0.0  # pause before the next attempt, not cut at the deadline
 
     def __post_init__(self) -> None:
         assert self.counted_max >= 1 and self.request_s_max > 0 and self.timeout_s > 0
 
     def after(self, loss: Loss, sent_tokens: int, now_s: float) -> Attempts:
-        """One more loss. `sent_tokens`: tokens sent to the client in all attempts."""
+        """The losses with one more. `sent_tokens`: tokens sent to the client in all attempts."""
         assert sent_tokens >= self.sent_tokens, (sent_tokens, self.sent_tokens)
         in_a_row, decoded_at_s = self.in_a_row + 1, self.decoded_at_s
         if sent_tokens > self.sent_tokens + 1:  # the first token is from prefill, not decoded
@@ -187,8 +186,8 @@ class Attempts:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt was admitted.
 
-        A loss other than NOT_ADMITTED shows that, and so does any sent token. The exception: while
-        all losses are full workers, the first token does not count, because it is from prefill.
+        A loss that is not in NOT_ADMITTED shows that, and so does any sent token. While all losses
+        are WORKER_FULL, one token does not: prefill sent it before the decode worker's rejection.
         """
         of_prefill = int(all(loss is Loss.WORKER_FULL for loss in self.losses))
         was_admitted = any(loss not in NOT_ADMITTED for loss in self.losses)
@@ -216,7 +215,7 @@ class Attempts:
 
 
 def final_error(error: ServingError, why: str) -> ServingError:
-    """The error of a request that was given up; its class follows from the last loss."""
+    """The error that the client of a given-up request receives. `error`: of the last loss."""
     if isinstance(error, KvMissing):
         return KvMissing(f"{error}; {why}")
     if isinstance(error, Overloaded) and error.kind in ("store_full", *WORKER_FULL_KINDS):

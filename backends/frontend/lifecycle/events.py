@@ -1,9 +1,9 @@
 """Events of a request's lifecycle, and the actions that follow from them: records only.
 
-An `attempt` is the number of one attempt, by one pair of workers, at the rest of the request.
-Events of a call carry that number, because messages of an earlier attempt may still arrive. A
-worker is (worker id, incarnation). The records are tuples, which cost a quarter of a frozen
-dataclass: each message with tokens makes several.
+An attempt is one pair of workers that serves the rest of the request. `attempt` is its number.
+Events of a call carry this number, because messages of an earlier attempt may still arrive.
+`now_s` is the monotonic time of the event. The records are tuples, which cost a quarter of frozen
+dataclasses, because each message with tokens makes several records.
 
 Not here: which event leads to which action (machine.py), posting events and carrying out actions
 (backends/frontend/live_request.py).
@@ -18,7 +18,7 @@ from backends.errors import ServingError, WorkerUnreached
 from backends.frontend.lifecycle.attempts import Attempts, Loss
 from backends.text.text_stream import OutputDelta
 
-WorkerId = tuple[str, str]
+WorkerId = tuple[str, str]  # (worker id, incarnation: random name of one start of its process)
 Fields = Mapping[str, object]  # JSON fields of the `decision` output
 NO_FIELDS: Fields = {}
 
@@ -28,7 +28,7 @@ NO_FIELDS: Fields = {}
 class Understood(NamedTuple):
     """The request was checked and its prompt tokenised."""
 
-    attempts: Attempts  # limits on retries
+    attempts: Attempts  # the limits on retries; no losses yet
     is_paced: bool  # True: tokens that arrive close together may share a message
     now_s: float
 
@@ -38,13 +38,13 @@ class Described(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The frontend failed the request: invalid, an error in a step, or a message not sent."""
+    """The request is invalid, a step of it raised an exception, or a message was not sent."""
 
     error: Exception
 
 
 class Unwanted(NamedTuple):
-    """The answer has no reader: the client disconnected or timed out, or the frontend closes."""
+    """The client disconnected, its timeout has passed, or the frontend shuts down."""
 
     error: ServingError
 
@@ -81,9 +81,9 @@ class FirstText(NamedTuple):
 
 
 class FirstTokenArrived(NamedTuple):
-    """The first token came by message, before or after the prefill reply, which repeats it.
+    """The first token came by message, before or after the prefill reply.
 
-    A message may be lost without notice. A lost reply becomes CallFailed.
+    The reply repeats the token, because a message may be lost without any event.
     """
 
     attempt: int
@@ -95,7 +95,7 @@ class PrefillReplied(NamedTuple):
     attempt: int
     first: FirstText
     compute_s: float  # seconds of prefill computation
-    fields: Fields  # of the decision so far; empty if the client did not ask for them
+    fields: Fields  # of the decision so far; empty if the client did not request them
     now_s: float
 
 
@@ -110,7 +110,7 @@ class TokensArrived(NamedTuple):
 
 
 class DecodeReplied(NamedTuple):
-    """The end of the answer."""
+    """The decode worker ended the answer."""
 
     attempt: int
     tokens_before: int  # decoded tokens sent by message; some may arrive after this reply
@@ -137,14 +137,14 @@ class WorkerLost(NamedTuple):
 
 
 class WorkerSilent(NamedTuple):
-    """The process that serves the request sent no message or heartbeat for too long."""
+    """The process that serves the request sent nothing for it in CALL_SILENCE_S_MAX."""
 
     worker: WorkerId
     now_s: float
 
 
 class TimePassed(NamedTuple):
-    """Waiting tokens may be due, or a repeated Stop."""
+    """Waiting tokens or a repeated Stop may be due, or the wait for messages may be over."""
 
     now_s: float
 
@@ -180,7 +180,7 @@ class Decide(NamedTuple):
     """Request a pair from the conductor, for the prompt and the tokens already sent."""
 
     attempt: int
-    avoided: frozenset[WorkerId]  # workers to leave out
+    avoided: frozenset[WorkerId]  # workers to exclude
     is_resumed: bool  # True: an earlier attempt was admitted
 
 
@@ -200,7 +200,7 @@ class Send(NamedTuple):
     delta: OutputDelta
     output_tokens: int  # generated tokens in this message
     finish_reason: str = ""
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens whose KV was found in the store
     fields: Fields = NO_FIELDS  # of the decision, not sent before
 
 
@@ -219,43 +219,43 @@ class NoteLoss(NamedTuple):
 
 
 class NoteFailed(NamedTuple):
-    """The conductor excludes this worker until a later report, at most for failed_mark_s."""
+    """The conductor excludes this worker until it reports again, at most for failed_mark_s."""
 
     worker: WorkerId
 
 
 class NoteUnreached(NamedTuple):
-    """The worker is unreachable: it gets no requests until a probe succeeds."""
+    """This frontend cannot reach the worker, and excludes it until a probe succeeds."""
 
     worker: WorkerId
     error: WorkerUnreached
 
 
 class NoteRefused(NamedTuple):
-    """The decode worker rejected the request: it counts as full for a while."""
+    """The decode worker rejected the request. The conductor marks the worker as full for a time."""
 
     worker: WorkerId
     wasted_s: float  # seconds of prefill computation
 
 
 class StopWorkers(NamedTuple):
-    """Both workers of the attempt drop their state of it."""
+    """Send Stop to both workers of the attempt, which then drop its state."""
 
     attempt: int
     reason: str
 
 
 class CancelCall(NamedTuple):
-    """Cancel the call: its worker is gone and cannot end it."""
+    """Cancel the call, because its worker is gone and cannot end it."""
 
     attempt: int
 
 
 class AbandonCall(NamedTuple):
-    """Leave the call to its worker, which ends it after reading Stop.
+    """Leave the call open until its worker ends it, after a Stop.
 
-    The call is cancelled only when the worker is lost: in Triton 2.51, cancelling a call to a live
-    worker keeps a model from unloading.
+    It is cancelled only if the worker is lost, because Triton 2.51 never unloads a model after a
+    cancelled call to it.
     """
 
     attempt: int
@@ -272,11 +272,11 @@ class EndAttempt(NamedTuple):
     """Stop receiving tokens of the attempt; the conductor drops its reservations."""
 
     attempt: int
-    output_tokens: int | None = None  # tokens of a complete answer; None: it is not complete
+    output_tokens: int | None = None  # of this attempt, if it completed the answer; else None
 
 
 class End(NamedTuple):
-    """The answer is complete, or ends with this error."""
+    """Complete the answer, or end it with this error."""
 
     error: Exception | None = None
 
