@@ -1,15 +1,15 @@
-"""Log of changes to pins and quotas, the state of a directory that outlives the process. Pure.
+"""Log of changes to pins and quotas, which outlive the process of a directory. Pure.
 
-Each verb that changes pins is one record (the kind and the keys), whatever the number of keys. A
-record must fit into one etcd transaction, which takes 1.5 MB and 128 operations; 65,536 keys are 1
-MB. Records have numbers. If two records name a key, the later one counts. A quota is one entry per
-tenant, which is overwritten.
+A request that changes pins is one record (the kind of pin and the keys), whatever the number of
+keys. A record must fit into one etcd transaction of 1.5 MB and 128 operations; 65,536 keys are 1
+MB. Records are numbered. If two records name a key, the later one counts. The quota of a tenant is
+one key in etcd, which is overwritten.
 
-The log grows with every change, including the end of a pin. It is rewritten when it has too many
-records, or more than SLACK_ENTRIES keys beyond twice the pinned ones. A rewrite appends records of
-all current pins, and its last record deletes everything older. Old and new records agree, so the
-rewrite may be interrupted at any point. A million hard pins take 31 records and 16 MB, and about
-three times that at the end of a rewrite.
+The log grows with every change, and with the removal of pins too. It is rewritten when it has too
+many records, or more than SLACK_ENTRIES keys beyond twice the pinned keys. A rewrite appends
+records of all current pins, and its last change deletes all earlier records. Old and new records
+agree, so a rewrite may be interrupted at any point. A million hard pins take 31 records and 16 MB,
+and about three times that at the end of a rewrite.
 
 Times are milliseconds of the wall clock, because the next directory may run on another host. A soft
 pin ends earlier or later by the difference of the two clocks.
@@ -32,10 +32,10 @@ REWRITTEN_KEYS = 32_768  # keys per record of a rewrite, each with its own expir
 
 @dataclass(frozen=True, slots=True)
 class PinRecord:
-    """Sets the pin of these keys from now on; kind "none" removes it."""
+    """The pin of these keys until a later record names them; kind "none": no pin."""
 
     kind: str  # "soft" | "hard" | "none"
-    until_ms: tuple[int, ...]  # expiry of soft pins: one for all keys, or one per key
+    until_ms: tuple[int, ...]  # expiry of soft pins: one for all keys, or one per key; else ()
     keys: bytes  # joined block keys of KEY_BYTES each
 
     @property
@@ -61,27 +61,27 @@ class LogChange:
     pins: PinRecord | None = None
     tenant: str = ""  # the tenant whose quota changes; "": no quota changes
     quota_bytes: int = 0  # of the tenant; 0 removes the quota
-    drops_older: int = 0  # deletes the pin records with lower numbers; 0: none
+    drops_older: int = 0  # pin records with lower numbers are deleted; 0: none
 
 
 class DurableLog:
-    """The written part of the log. A change counts only after `written` was called for it."""
+    """Numbers and sizes of the records in etcd. A change counts once `written` was called."""
 
     def __init__(self) -> None:
         self.next_number = 1
         self._entries: dict[int, int] = {}  # number of a record -> keys in it
-        self.entries = 0
+        self.entries = 0  # keys in all records
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def found(self, number: int, record: PinRecord) -> None:
-        """Load a record of an earlier directory; records are loaded in order of their numbers."""
+        """Count a record that an earlier directory wrote."""
         self.outnumber(number)
         self._note(number, record.entries)
 
     def outnumber(self, number: int) -> None:
-        """Mark this number as used."""
+        """Make the numbers of later changes larger than this number."""
         self.next_number = max(self.next_number, number + 1)
 
     def pin(self, keys: Iterable[bytes], kind: str, until_ms: int) -> LogChange:
@@ -96,8 +96,8 @@ class DurableLog:
         return self.entries > 2 * pinned + SLACK_ENTRIES or len(self) > RECORDS_MAX
 
     def rewritten(self, pins: Mapping[str, Iterable[tuple[bytes, int]]]) -> Iterator[LogChange]:
-        """The changes that rewrite the log, in order; `pins`: kind -> (key, until_ms) of each. No
-        other change may be written between the first and the last of them."""
+        """The changes that rewrite the log, in order; `pins`: kind -> (key, until_ms) of each pin.
+        No other change may be written between the first and the last change of a rewrite."""
         first = self.next_number
         waiting: PinRecord | None = None
         for record in _records(pins):
@@ -107,7 +107,7 @@ class DurableLog:
         yield LogChange(self._taken(), waiting, drops_older=first)
 
     def written(self, change: LogChange) -> None:
-        """Record that the change is in etcd for certain."""
+        """Count a change that is in etcd for certain."""
         if change.drops_older:
             for number in [number for number in self._entries if number < change.drops_older]:
                 self.entries -= self._entries.pop(number)
@@ -129,7 +129,7 @@ class DurableLog:
 
 
 def _records(pins: Mapping[str, Iterable[tuple[bytes, int]]]) -> Iterator[PinRecord]:
-    """Records of at most REWRITTEN_KEYS of these pins each, computed lazily."""
+    """Lazily split these pins into records of at most REWRITTEN_KEYS keys each."""
     for kind, found in pins.items():
         left = iter(found)
         while chunk := list(islice(left, REWRITTEN_KEYS)):

@@ -3,18 +3,18 @@
 A restarted directory is empty while the nodes still hold their blocks. Each node reports the blocks
 that its slot headers (or the manifest of its SSD) name. The rules:
 1. Overlapping blocks: an evicted block keeps its header until its first unit is overwritten. Of two
-   blocks that overlap, the higher generation was written later, so the lower one is torn. This
-   holds even if a third block has overwritten the later one since.
-2. A slot that was being written is quarantined, because its writer may not have learned that the
-   lease is void. The quarantine covers the longest time that this lease can last, and then the
-   usual time for a slot whose writer vanished. Every writer writes such a header early enough to
-   appear here (Allocation.begin_s), so no other slot can have a writer.
+   blocks that overlap, the one with the higher generation was written later. The other block is
+   torn, even if a third block has overwritten the later one since.
+2. A slot that was being written is quarantined, because its writer may still rely on the lease,
+   which the restart ended. The quarantine is the rest of the lease at most, plus the usual time for
+   a slot whose writer vanished. Every writer marks its header early enough to be in the inventory
+   (Allocation.begin_s), so no other slot can have a writer.
 3. An ephemeral block serves a single request, so it is not indexed again. Its slot is quarantined,
-   because that request may still be reading it.
+   because that request may still read it.
 4. A header that cannot be true is ignored, for instance one with a generation that no directory can
-   have reached. Such a header counts neither against other blocks nor for later generations.
+   have reached. It neither makes another block torn nor raises later generations.
 
-Whether the bytes match the header is checked by checksum at the first read.
+A reader checks by checksum whether the bytes match the header.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class InventoryBlock(NamedTuple):
     key: bytes
     slot: int
     generation: int
-    checksum: int  # in STATE_WRITING: the writer's lease, in milliseconds
+    checksum: int  # of the block; in STATE_WRITING: the writer's lease, in milliseconds
     size_bytes: int
     state: int  # layout.STATE_*
 
@@ -44,7 +44,7 @@ def writers_lease_s(block: InventoryBlock, lease_s_max: float) -> float:
 
 
 def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
-    """The blocks whose headers can be true of this memory, each judged alone."""
+    """The blocks whose headers are possible in this memory, each without regard to the others."""
     return [
         block
         for block in blocks
@@ -57,7 +57,8 @@ def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlo
 
 
 def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
-    """The sound `blocks` that no later one overlaps; of a key stored twice, the newest. By slot."""
+    """Those of the sound `blocks` that no later block overlaps, sorted by slot. Of the ready blocks
+    of one key, only the newest is included."""
 
     def end_of(block: InventoryBlock) -> int:
         return block.slot + pool.units_for(block.size_bytes)
@@ -70,7 +71,7 @@ def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[Invento
         for j in reaching:
             is_torn[i if block.generation <= sane[j].generation else j] = True
         reaching.append(i)
-    # Key -> newest generation, for a block that was evicted and stored again.
+    # Key -> newest generation: a block may have been evicted and stored again.
     newest: dict[bytes, int] = {}
     whole = [block for block, is_bad in zip(sane, is_torn, strict=True) if not is_bad]
     for block in whole:

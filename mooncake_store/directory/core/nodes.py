@@ -1,10 +1,10 @@
-"""Registered holders: liveness, admission, and the placement of new blocks.
+"""Registered holders: liveness, registration, and the placement of new blocks.
 
-Placement without a named node uses weights instead of a ranking, so that many writers do not all
-choose the same node. The weight of a node is the free share of its memory, with a floor for full
-nodes, because a full cache accepts blocks by evicting others. The weight of a new node grows from
-almost nothing to this value within slow_start_s. Without the slow start a new node would receive
-most new blocks, and all reads of them, at once (Mooncake issue 3688).
+A holder is the DRAM or the SSD of a storage node. Placement chooses a node for a writer that names
+none. It uses weights, so that many writers do not all choose the emptiest node. The weight of a
+node is the free share of its memory, at least FULL_WEIGHT. The weight of a new node grows to this
+value within slow_start_s. Without the slow start, a new node would receive most new blocks, and all
+reads of them, at once (Mooncake issue 3688).
 
 Not here: the copies of a node that left (directory.py).
 """
@@ -27,11 +27,11 @@ from mooncake_store.errors import (
 from mooncake_store.layout import Geometry, geometry
 from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
 
-# limit of node_id and incarnation (characters) and of agent_metadata (bytes), each; NIXL's metadata
-# takes about 450 bytes
+# Most characters of node_id and of incarnation, and most bytes of agent_metadata (NIXL's metadata
+# takes about 450 bytes).
 INFO_BYTES_MAX = 65_536
-FULL_WEIGHT = 0.05  # least free share that counts: a full node accepts blocks by evicting others
-# smallest factor on a new node's weight; a few blocks test the path to the node
+FULL_WEIGHT = 0.05  # weight of a full node, which accepts new blocks by evicting others
+# Least factor on a new node's weight: its first blocks test the path to the node.
 NEW_WEIGHT = 0.01
 
 
@@ -45,7 +45,7 @@ def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
 
 
 class NodeTable:
-    """node_id -> Holder."""
+    """node_id -> Holder; the SSD of node "s0" has the node_id "s0/ssd"."""
 
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
@@ -79,7 +79,7 @@ class NodeTable:
         return holder
 
     def alive(self, node_id: str, incarnation: str, now_s: float) -> bool:
-        """Record the time of a node's report. False if this incarnation is not registered."""
+        """Record the time of a node's report. False: this incarnation is not registered."""
         holder = self._holders.get(node_id)
         if holder is None or holder.info.incarnation != incarnation:
             return False
@@ -118,8 +118,8 @@ class NodeTable:
         self._holders[info.node_id] = Holder(info, now_s, shape, pool, now_s, policy, is_open)
 
     def take(self, node_id: str, is_replaced: bool = False) -> Holder:
-        """Remove the node and return its holder; the caller drops its copies. `is_replaced`:
-        remember the incarnation, so that it cannot register again."""
+        """Remove the node and return its holder; the caller must remove the copies. `is_replaced`:
+        remember the incarnation, which then cannot register again."""
         holder = self._holders.pop(node_id)
         if is_replaced:
             while len(self._replaced) >= self._config.nodes_max:
@@ -133,8 +133,8 @@ class NodeTable:
         return [name for name, node in self._holders.items() if now_s - node.seen_s > ttl_s]
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
-        """Mark the node as attached, and record the fingerprint and block size of the first
-        attachment. Returns the geometry of its slots. LayoutMismatch: not one block fits."""
+        """Mark the node as attached; the first call records the fingerprint and the block size.
+        Returns the geometry of its slots. LayoutMismatch: not one block fits."""
         holder = self.registered(node_id)
         if holder.pool.units < holder.pool.units_for(block_bytes):
             raise LayoutMismatch(
@@ -147,9 +147,9 @@ class NodeTable:
         return holder.geometry
 
     def placed(self, key: bytes, now_s: float, excluded: set[str]) -> str:
-        """The node for the chain that starts with `key`: weighted rendezvous hashing. The same key
-        maps to the same node while the weights are similar, so two writers of one prefix
-        rarely store it on two nodes. "": no node takes blocks."""
+        """The node for the prompt that starts with block `key`, by weighted rendezvous hashing. A
+        key maps to the same node while the weights are similar, so two writers of one prefix rarely
+        store it on two nodes. "": no node takes blocks."""
         best, best_score = "", float("-inf")
         for node_id, holder in self._holders.items():
             if node_id in excluded:

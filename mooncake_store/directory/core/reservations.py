@@ -1,16 +1,16 @@
-"""Slots reserved ahead: granted to a writer before it knows the block keys.
+"""Slots reserved ahead: granted to a writer before the block keys are known.
 
 A plain put requests slots, waits, writes, and sends a second request to commit. A writer with many
 puts reserves slots ahead instead: slots of one size, with generations and a lease, but without a
 key. The writer marks their headers as "writing" in advance. A put is then the transfer of its bytes
-and one commit, which names the keys. If the writer vanishes, its lease expires and the slots are
-quarantined like any other.
+and one commit, which names the keys. If the writer vanishes, its lease expires, and the slots are
+quarantined.
 
 Other owners cannot use reserved slots, so their number is bounded. All reservations together take
 at most a quarter of a holder's free, idle and reserved memory, and one owner at most half of that.
 
-Only the commit finds out whether a block is already stored; its slot then stays reserved. A block
-that another owner is still writing does not count as stored, because that owner may vanish.
+A commit may find that a block is stored already. The slot of this block then stays reserved. A
+block that another owner is still writing is not stored yet, because that owner may vanish.
 
 Not here: the lease (leases.py), the source of the slots and the effect of a commit (copies.py).
 """
@@ -28,7 +28,7 @@ RESERVED_PART = 4  # 1 / RESERVED_PART of the memory may be reserved
 
 
 def slots_max(holder: Holder, owner: str, units: int) -> int:
-    """How many slots of `units` units this owner may have, including those that it has."""
+    """How many slots of `units` units this owner may have reserved, the present ones included."""
     reserved = holder.reserved_units
     every, own = sum(reserved.values()), reserved.get(owner, 0)
     idle = sum(len(each.idle) * each.units for each in holder.size_classes.values())
@@ -39,7 +39,7 @@ def slots_max(holder: Holder, owner: str, units: int) -> int:
 def reserve(
     table: CopyTable, holder: Holder, owner: str, size_bytes: int, wished: int, until_s: float
 ) -> list[tuple[int, int]]:
-    """Reserve and lease up to `wished` more slots for `owner`: (slot, generation) of each."""
+    """Reserve up to `wished` more slots, leased to `owner`. Returns (slot, generation) of each."""
     units = holder.pool.units_for(size_bytes)
     has = holder.reserved_units.get(owner, 0) // units
     wished = min(wished, slots_max(holder, owner, units) - has)
@@ -63,8 +63,9 @@ def commit(
 ) -> list[int]:
     """Commit (key, slot, generation, checksum) of written slots: STORED, THERE or REFUSED for each.
 
-    THERE: the holder has the block, or `blocks` names it twice. REFUSED: the slot is not this
-    owner's (any more), the block is being written, or no room (quota, drain). Both keep the slot.
+    THERE: the holder has the block already, or `blocks` names it twice. REFUSED: the slot is not
+    this owner's (any more), another owner is writing the block, the quota is full, or the node
+    drains. After THERE and REFUSED, an owner's slot stays reserved.
     """
     reserved, slots, known = holder.reserved, holder.columns.slot, table.blocks.held
     is_special = holder.is_draining or table.tenants.are_limited
@@ -97,7 +98,8 @@ def commit(
 
 
 def _payable(table: CopyTable, holder: Holder, key: bytes, copy: HeldCopy, tenant: str) -> int:
-    """STORED after charging the tenant; REFUSED when the node drains or the quota is full."""
+    """STORED: the quota has room, and now counts the copy. REFUSED: it is full, or the node
+    drains."""
     payer = tenant or table.payer(key)
     if holder.is_draining:
         return REFUSED

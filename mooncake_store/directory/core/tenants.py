@@ -1,11 +1,11 @@
 """Quotas of tenants, in bytes over all holders, and their current usage.
 
-Only tenants with a quota are counted; other tenants cost nothing. A tenant over its quota evicts
-its own coldest blocks, never those of another tenant. A block that two tenants compute is one block
-and counts for the tenant that wrote it (with a cache salt per tenant, no block is shared). A
-further copy of the block, fetched by a node or restored from an SSD, counts for the same tenant
-unless its writer names another one. A spill evicts nothing for the quota: without room
-in the quota, the block is not spilled.
+Only the usage of tenants with a quota is counted. A block that exceeds its tenant's quota evicts
+the coldest blocks of this tenant, never those of another tenant. A block that two tenants compute
+counts for the tenant that wrote it (with a cache salt per tenant, no block is shared). A further
+copy of the block, fetched by a node or restored from an SSD, counts for the same tenant, unless its
+writer names another tenant. Spilling (a copy to the SSD) evicts nothing for a quota: a block is not
+spilled if its tenant's quota is full.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from itertools import islice
 from mooncake_store.directory.core.holder import HeldCopy, Pin
 from mooncake_store.errors import QuotaExceeded, RequestInvalid
 
-TENANTS_MAX = 10_000
+TENANTS_MAX = 10_000  # tenants with a quota
 LOOKED_AT_MAX = 1_024  # copies of a tenant examined per call of `victims`, oldest first
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
     name: str
-    quota_bytes: int
-    used_bytes: int = 0
+    quota_bytes: int  # at least 1
+    used_bytes: int = 0  # sum over `copies`; may exceed a quota that was lowered
     copies: dict[HeldCopy, None] = field(default_factory=dict)  # least recently used first
 
 
@@ -44,7 +44,7 @@ class TenantTable:
         return bool(self._tenants)
 
     def set_quota(self, name: str, quota_bytes: int) -> None:
-        """Set a quota; 0 removes it. Copies from before the first quota are not counted."""
+        """Set a quota; 0 removes it. Copies from before a tenant had a quota are not counted."""
         known = self._tenants.get(name)
         self.check_quota(name, quota_bytes)
         if quota_bytes == 0:
@@ -68,17 +68,17 @@ class TenantTable:
         return [(name, t.used_bytes, t.quota_bytes) for name, t in sorted(self._tenants.items())]
 
     def payer(self, copies: Iterable[HeldCopy]) -> str:
-        """The tenant that a further copy of this block counts for; "" for no tenant."""
+        """The tenant that one more copy of a block with these copies counts for; "": none."""
         payers = (self._tenant_of.get(copy) for copy in copies)
         return min((tenant.name for tenant in payers if tenant is not None), default="")
 
     def has_room(self, name: str, size_bytes: int) -> bool:
-        """Whether so many bytes fit without an eviction."""
+        """Whether `size_bytes` fit the tenant's quota, if it has one, without an eviction."""
         tenant = self._tenants.get(name)
         return tenant is None or tenant.used_bytes + size_bytes <= tenant.quota_bytes
 
     def victims(self, name: str, size_bytes: int) -> list[HeldCopy]:
-        """Idle copies to evict so that `size_bytes` fit. QuotaExceeded: too few were found."""
+        """Idle copies of the tenant to evict so that `size_bytes` fit, or QuotaExceeded."""
         tenant = self._tenants.get(name)
         if tenant is None:
             return []
@@ -106,7 +106,7 @@ class TenantTable:
             self._tenant_of[copy] = tenant
 
     def used(self, copy: HeldCopy) -> None:
-        """Record a use: the copy is now the tenant's youngest."""
+        """Record a use: the copy is now the tenant's most recently used one."""
         tenant = self._tenant_of.get(copy) if self._tenant_of else None
         if tenant is not None:
             del tenant.copies[copy]

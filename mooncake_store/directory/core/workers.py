@@ -1,9 +1,9 @@
 """Registered workers: liveness, and compatibility of their KV caches.
 
-Live workers have the same fingerprint. A worker with another fingerprint would never find a block,
-because its block keys differ, or would read KV of another shape. Registration rejects such a worker
-and names the fields that differ. Only an older incarnation of the same worker may differ: Triton
-loads a model before it unloads the old one.
+Live workers have the same fingerprint, a hash of the model and its KV layout. A worker with another
+fingerprint would find no block, because its block keys differ, or would read KV of another shape.
+Registration rejects such a worker and names the fields that differ. Only an older incarnation of
+the same worker may differ, because Triton loads a model before it unloads the earlier one.
 
 Not here: the contents of a fingerprint (layout.py), the load of a worker (the conductor).
 """
@@ -24,8 +24,8 @@ from mooncake_store.records.membership import WorkerInfo, WorkerReport
 @dataclass(slots=True)
 class _Worker:
     info: WorkerInfo
-    seen_s: float
-    report: WorkerReport | None = None
+    seen_s: float  # time of its last registration or report
+    report: WorkerReport | None = None  # the latest; None: no report yet
 
 
 class WorkerTable:
@@ -48,7 +48,7 @@ class WorkerTable:
         return [worker.report for worker in self._workers.values() if worker.report is not None]
 
     def register(self, info: WorkerInfo, now_s: float) -> list[Event]:
-        """No event for a repeated registration. RequestInvalid, FingerprintMismatch, StoreFull."""
+        """WorkerUp; no event if repeated. RequestInvalid, FingerprintMismatch, StoreFull."""
         name = (info.worker_id, info.incarnation)
         measured = {
             "prefill_coefficients": info.prefill_coefficients,
@@ -74,7 +74,7 @@ class WorkerTable:
         return [] if known and known.info == info else [WorkerUp(info)]
 
     def report(self, report: WorkerReport, now_s: float) -> list[Event]:
-        """The event of this report; none if the worker is not registered. RequestInvalid."""
+        """WorkerReported; no event if the worker is not registered. RequestInvalid."""
         worker = self._workers.get((report.worker_id, report.incarnation))
         if worker is None:
             return []
@@ -116,7 +116,8 @@ class WorkerTable:
 
 
 def _refuse_no_numbers(worker_id: str, measured: Mapping[str, Collection[float]]) -> None:
-    """Reject non-finite measurements: every frontend compares workers by these numbers."""
+    """Raise RequestInvalid for measurements that are not finite: frontends compare workers by
+    them."""
     for name, values in measured.items():
         if not all(map(math.isfinite, values)):
             raise RequestInvalid(

@@ -12,8 +12,8 @@ serving. Time is counted in uses of any block; the *age* of a block is the time 
 3. An evicted block leaves a ghost entry: its name, which is a part of its key's hash. A block that
    returns while its name is kept joins `again`.
 4. A use under a lease counts when the lease ends (discard, then add), another use at once (touch).
-   Uses of a block count as one if they are less than 1/64 of the cache's blocks apart, because
-   prefill writes a block and decode reads it for the same request.
+   Prefill writes a block and decode reads it for the same request. So uses of a block count as one
+   if they are closer together than 1/64 of the cache's blocks.
 
 Of the blocks used together, the start of a prompt serves more requests than its end. Both queues
 keep the order of insertion, in which the end comes first, so it is evicted first, as with LRU. The
@@ -91,8 +91,7 @@ class Ghosts:
         return len(self._marks) + 2 * len(self._stamps) + len(self._next)
 
     def resize(self, length: int) -> None:
-        """Remember `length` names, within NAMES_MIN and NAMES_MAX. A table that grows loses its
-        names. A table never shrinks."""
+        """Remember `length` names, or fewer (NAMES_MAX). A table that grows loses its names."""
         length = min(max(length, NAMES_MIN), NAMES_MAX)
         if length <= self._length:
             return
@@ -167,8 +166,8 @@ class ReuseTimes:
     of other blocks (Gittins index; in caches: Beckmann, Chen, Cidon, "LHD", NSDI '18).
 
     Corrections for small samples:
-    1. Prior: EVIDENCE_BLOCKS more blocks of every age, used again at a rate of 1/age. At this rate
-       LRU is optimal.
+    1. Prior: EVIDENCE_BLOCKS more blocks of every age, with a hazard proportional to 1/age, for
+       which LRU is optimal.
     2. A block used again is worth at least AGAIN_WEIGHT times a block of the same age used once.
        No trace had a lower ratio, so a sample with a lower ratio is too small.
     3. The order is LRU until the cache has seen WAIT uses per block. Earlier, long times without a
