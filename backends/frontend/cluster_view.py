@@ -1,12 +1,12 @@
 """The frontend's view of the cluster: the Conductor, kept current by the directory's events.
 
-One lock guards the Conductor, because many threads call it.
+The Conductor (conductor/) chooses the workers of each request, or rejects the request. One lock
+guards it, because many threads call it.
 
 HotCopies carries out the Conductor's suggestions for hot prefixes: one more copy on another node.
-The target node pulls the copy itself, one-sided, from a node that has it
-(StoreClient.change_replica). No worker takes part, so no prompt waits for the copy. When too many
-suggestions wait, the newest is dropped. The Conductor repeats it if the prefix stays hot
-(replicate_s_max).
+The target node itself reads the blocks from a node that has them (StoreClient.change_replica). No
+worker takes part, so no prompt waits for the copy. When too many suggestions wait, the newest is
+dropped. If the prefix stays hot, the Conductor repeats the suggestion after replicate_s_max.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from mooncake_store.records.events import FrontendNoted, WorkerDown, WorkerRepor
 from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
-TICK_S = 0.5
+TICK_S = 0.5  # period of Conductor.on_tick
 CANDIDATES_MAX = 16  # best pairs listed with a decision; a fleet has thousands
 PAIRS_EXPLAINED_MAX = 512  # for status pages; listing this many holds the lock for 1 ms
 HOT_PREFIXES_MAX = 8  # hot prefixes shown
-COPIES_WAITING_MAX = 16
-COPY_S_MAX = 5.0
-# The directory sends at least one message a second. After a silence between these two times, each
-# tick extends the workers' report deadlines (report_s_max).
+COPIES_WAITING_MAX = 16  # suggestions
+COPY_S_MAX = 5.0  # timeout of carrying out one suggestion
+# The directory sends at least one message a second. While its silence is between these two times,
+# each tick extends the workers' report deadlines (report_s_max).
 DIRECTORY_SILENT_S, DIRECTORY_SILENT_S_MAX = 1.5, 10.0
-# A worker that is missing in a snapshot counts as lost after this time (default of worker_ttl_s).
+# A worker that the directory's snapshot lacks is lost after this time (default of worker_ttl_s).
 MISSING_S_MAX = 5.0
 
 
@@ -64,8 +64,8 @@ MISSING_S_MAX = 5.0
 class Served:
     """The model that the live workers serve."""
 
-    fingerprint: str  # of the newest worker
-    block_tokens: int  # of the newest worker
+    fingerprint: str  # of the newest worker; equal for workers whose KV is interchangeable
+    block_tokens: int  # tokens of one block, of the newest worker
     context_tokens_max: int  # smallest of all live workers
     workers: tuple[str, ...]  # names of all live workers, sorted
 
@@ -74,17 +74,17 @@ class ClusterView:
     """Thread-safe access to the Conductor, kept current by the directory."""
 
     def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
-        # The frontend sets these three. (worker, incarnation, time of its last report)
+        # The frontend sets these three. The first gets worker, incarnation, time of last report.
         self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
         self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # sends the flip to its worker
         self.held: Callable[[], set[str]] = set  # returns the ids of the frontend's open attempts
         self.config = config
-        self.copies_by_heat: Sequence[HeatClass] = ()  # at the latest tick
+        self.copies_by_heat: Sequence[HeatClass] = ()  # hot blocks, at the latest tick
         self._latest = LatestDecisions()
         self._lock = threading.Lock()
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
-        self._missing_s: dict[tuple[str, str], float] = {}  # time at which a snapshot lacked it
+        self._missing_s: dict[tuple[str, str], float] = {}  # time of the snapshot that lacked it
         self._seen_s: dict[tuple[str, str], float] = {}  # time of latest report or registration
         self._copies = HotCopies(directory)
         self.self_check = SelfCheck(self._check, is_switched_on())
@@ -96,7 +96,7 @@ class ClusterView:
         self._ticker.start()
 
     def served(self) -> Served | None:
-        """The model that the last registered worker serves; None without workers."""
+        """The model that the newest worker serves; None without workers."""
         with self._lock:
             workers = list(self._workers.values())
         if not workers:
@@ -119,7 +119,7 @@ class ClusterView:
         return True
 
     def workers_live(self, role: str) -> int:
-        """Registered workers of a role. A worker that reloads has two processes and counts once."""
+        """Number of a role's workers. While a worker reloads, its two processes count as one."""
         with self._lock:
             return len({w.worker_id for w in self._workers.values() if w.role == role})
 
@@ -141,8 +141,8 @@ class ClusterView:
     def excluded_by_pins(
         self, prefill_worker: str, decode_worker: str
     ) -> frozenset[tuple[str, str]]:
-        """The other workers of each role that has a pinned worker; "" pins none. Raises
-        InvalidRequest for a worker that is not registered, or is a later pipeline stage."""
+        """For each role with a pinned worker, all other workers of the role; "" pins none. Raises
+        InvalidRequest if a pinned worker is not registered, or is not stage 0 of its pipeline."""
         with self._lock:
             workers = list(self._workers.values())
         excluded = set()
@@ -160,7 +160,7 @@ class ClusterView:
         return frozenset(excluded)
 
     def decide(self, request: Request, wants_candidates: bool = False) -> Decided | Reject:
-        """Route or reject. `wants_candidates`: return the best pairs too, which costs time."""
+        """Route or reject. `wants_candidates`: also list the best pairs, which costs time."""
         with self._lock:
             now_s = time.monotonic()
             explained = NOT_EXPLAINED
@@ -178,7 +178,7 @@ class ClusterView:
         return made
 
     def _is_time_to_explain(self, now_s: float) -> bool:
-        """Whether to list the pairs of this decision for status pages."""
+        """Whether to list the best pairs of this decision for status pages."""
         if not self._latest.wants_candidates(now_s):
             return False
         roles = [worker.role for worker in self._workers.values()]
@@ -191,7 +191,7 @@ class ClusterView:
         self._latest.prefilled(request_id, cached_tokens, seconds, now_s)
 
     def finished(self, request_id: str, output_tokens: int | None = None) -> None:
-        """`output_tokens` of a complete answer: they predict the length of similar answers."""
+        """End an attempt. `output_tokens`: of a complete answer, to predict lengths; else None."""
         with self._lock:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
@@ -221,7 +221,7 @@ class ClusterView:
             self._conductor.on_worker_failed(worker_id, incarnation, time.monotonic())
 
     def worker_reached(self, worker_id: str, incarnation: str, is_reached: bool) -> None:
-        """Report to the Conductor whether the worker can be reached from this host."""
+        """Notify the Conductor whether this frontend can reach the worker."""
         with self._lock:
             now_s = time.monotonic()
             self._conductor.on_worker_reached(worker_id, incarnation, is_reached, now_s)
@@ -231,13 +231,13 @@ class ClusterView:
             self._conductor.on_worker_refused(worker_id, incarnation, time.monotonic())
 
     def notes_waiting(self) -> tuple[int, int]:
-        """(notes not yet taken, other frontends known)."""
+        """(number of routing notes not yet taken, number of other frontends known)."""
         with self._lock:
             return self._conductor.notes_waiting, self._conductor.frontends_known
 
     @property
     def has_other_frontends(self) -> bool:
-        """Whether other frontends use the same workers. Read without the lock: changes rarely."""
+        """Whether other frontends use the same workers. It is read without the lock."""
         return self._conductor.frontends_known > 0
 
     def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch:
@@ -280,8 +280,8 @@ class ClusterView:
         with self._lock:
             missing = dict.fromkeys(self._workers, now_s) | self._missing_s
             self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
-            # Workers register one by one at a restarted directory. A worker that is missing in its
-            # snapshot gets no new requests, and keeps its requests for MISSING_S_MAX.
+            # Workers register one by one at a restarted directory. A worker that is missing in the
+            # snapshot gets no new requests. Its current requests continue for MISSING_S_MAX.
             self._missing_s = {w: at_s for w, at_s in missing.items() if w not in self._workers}
             known = self._workers.keys() | self._missing_s.keys()
             self._seen_s = {worker: self._seen_s.get(worker, now_s) for worker in known}
@@ -324,8 +324,8 @@ class ClusterView:
     def _tick(self, seconds: float) -> None:
         """`seconds`: since the previous tick."""
         with self._lock:
-            # Reports come through the directory. Without this, the Conductor would reject requests
-            # while a new directory is elected.
+            # Reports come through the directory. Without on_silence, the Conductor would reject
+            # requests while a new directory is elected.
             if DIRECTORY_SILENT_S < self._feed.silent_s() < DIRECTORY_SILENT_S_MAX:
                 self._conductor.on_silence(seconds, time.monotonic())
             suggestions = self._conductor.on_tick(time.monotonic(), self.held)

@@ -1,8 +1,8 @@
 """Calls to prefill and decode workers, over their Tritons' gRPC endpoints: one stream per call.
 
-Structs are sent as tensors, and replies are decoded from tensors. Each worker has its own Triton
-(docs/decisions/0017), whose address is in the directory. `cancel` ends a call whose worker process
-died.
+A request consists of two tensors: token ids, and a struct of workers/protocol.py as bytes. So does
+a reply. Each worker has its own Triton (docs/decisions/0017), whose address is in the directory.
+`cancel` ends a call whose worker process died.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from conductor.messages import WorkerRef
 
 LOOPBACK = "127."
 CONNECTIONS = 4  # per Triton, which serves each HTTP/2 connection with one thread
-PROBE_S_MAX = 2.0
+PROBE_S_MAX = 2.0  # timeout of a probe
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels share one connection
     ("grpc.enable_http_proxy", 0),  # workers are on the cluster's network, never behind a proxy
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    # The thread that iterates over the responses reads them. Otherwise each call that begins on an
-    # idle connection starts a thread.
+    # The thread that iterates over the responses also reads the connection. Without this option,
+    # each call that begins on an idle connection starts a thread.
     (ChannelOptions.SingleThreadedUnaryStream, 1),
 ]
 OTHER_HOST_OPTIONS = [
     # Without keepalive pings, a call to a host behind a cut link would wait for minutes. The pings
-    # detect the cut link within 4 s; the directory reports the worker gone 4.5 s after the cut at
-    # the earliest. The launcher makes the workers' Tritons accept such pings.
+    # detect the cut within 4 s. The directory reports the worker gone 4.5 s after the cut, at the
+    # earliest. The launcher configures the workers' Tritons to accept such frequent pings.
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -118,7 +118,7 @@ class GrpcCalls:
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
         request.parameters[VERSION_PARAMETER].int64_param = CALLS_VERSION
         with self._connected(address) as begin:
-            with self._lock:  # `cancel` must not come between the start and the entry
+            with self._lock:  # `cancel` must not run between a call's start and its entry
                 call = self._running[request_id] = begin(request)
             try:
                 for response in call:
@@ -155,10 +155,10 @@ class GrpcCalls:
             self._close_retired()
 
     def probe(self, address: str) -> None:
-        """Call the Triton at `address`; raises the error that a call would raise.
+        """Call the Triton at `address`. Raises the ServingError that a worker's call would raise.
 
-        After a success, new calls open new connections, because a failed connection waits before
-        it reconnects.
+        After a success, further calls use new connections, because a failed connection waits
+        before it reconnects.
         """
         channel = _channel(address)
         try:
@@ -191,14 +191,14 @@ class GrpcCalls:
             connections.close()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel this request's call; its reader gets WorkerUnavailable. No call: does nothing."""
+        """Cancel this request's call, if any. The thread that reads it gets WorkerUnavailable."""
         with self._lock:
             call = self._running.get(request_id)
         if call is not None:
             call.cancel()
 
     def close(self) -> None:
-        """Close all connections; the readers of calls under way get WorkerUnavailable."""
+        """Close all connections. Threads that read open calls get WorkerUnavailable."""
         with self._lock:
             closing = [*self._connections.values(), *self._replaced]
             self._connections.clear()
@@ -213,8 +213,8 @@ def _channel(address: str) -> grpc.Channel:
 
 
 def _stream_of_one(channel: grpc.Channel) -> grpc.UnaryStreamMultiCallable:
-    """ModelStreamInfer for calls with one request. It sends the same bytes as the stub, without the
-    thread that the stub starts to write further requests, which delays a call by 0.5 ms."""
+    """ModelStreamInfer for calls with one request. The bytes are those of the generated stub, which
+    delays each call by 0.5 ms, because it starts a thread to write further requests."""
     return channel.unary_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
         request_serializer=service_pb2.ModelInferRequest.SerializeToString,
@@ -266,7 +266,7 @@ def ask(
     token_ids: np.ndarray,
     kind: type[R],
 ) -> tuple[np.ndarray, R]:
-    """Call a worker: (sampled token ids, rest of the reply); raises ServingError."""
+    """Call a worker. Returns (sampled token ids, rest of the reply). Raises ServingError."""
     inputs = {REQUEST_IDS: token_ids.astype(np.int32), REQUEST_BODY: string_tensor(encode(request))}
     outputs, reply = [REPLY_IDS, REPLY_BODY], None
     for answer in call(worker.grpc_address, worker.worker_id, inputs, outputs, request.request_id):

@@ -44,7 +44,7 @@ MESSAGE_KEYS = ("role", "content")
 class RequestLimits:
     """Limits on a request; limits on sampling are in engine/sampling_params.py."""
 
-    context_tokens_max: int  # tokens of prompt and output together
+    context_tokens_max: int  # limit of prompt and output tokens together
     vocabulary_tokens: int  # valid token ids are 0 <= id < vocabulary_tokens
     output_tokens_default: int = 256  # default of max_tokens
 
@@ -59,14 +59,14 @@ class ClientRequest:
     is_stream: bool
     stream_interval: int  # tokens per response; 0: one response at the end
     is_paced: bool  # True: the client set no interval, so a response may carry more tokens
-    wants_decision: bool
-    includes_prompt: bool
-    cache_salt: str  # parameter `tenant`; the principal's salt replaces it with API keys
-    priority: int  # parameter `request_priority`; 0: default
-    prefill_worker: str  # "": any
-    decode_worker: str  # "": any
-    describe: bool
-    timeout_ms: int  # since the arrival; 0: no timeout of the client
+    wants_decision: bool  # True: the answer has the `decision` output
+    includes_prompt: bool  # True: the answer begins with the prompt
+    cache_salt: str  # parameter `tenant`; with API keys, replaced by the salt of the key's tenant
+    priority: int  # parameter `request_priority`, at most PRIORITY_MAX above or below 0
+    prefill_worker: str  # name of the pinned worker; "": any worker
+    decode_worker: str  # as prefill_worker
+    describe: bool  # True: return the service's properties, and generate nothing
+    timeout_ms: int  # the client's timeout from the arrival; 0: none
 
 
 def parse(
@@ -81,7 +81,7 @@ def parse(
     prompt_ids = np.zeros(0, np.int32)
     if not options.describe:
         prompt_ids = read_prompt(reader, tokenizer, limits)
-    # A missing prompt is noted already; the other limits are then checked for a one-token prompt.
+    # If the prompt has a problem, the limits of sampling are checked for a prompt of one token.
     sampling_limits = SamplingLimits(
         max(len(prompt_ids), 1), limits.context_tokens_max, limits.vocabulary_tokens
     )
