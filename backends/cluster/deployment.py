@@ -100,8 +100,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """Numbers of elastic hosts of a pool. An elastic host is not in the file, and runs one worker
-    and one storage node."""
+    """Numbers of elastic hosts: hosts outside the file, with one worker and one storage node."""
 
     least: int  # 0 <= least <= most
     most: int

@@ -4,9 +4,8 @@
     2. Their requests finish. Requests that take too long are moved: the worker fails each of
        them, and its frontend resumes the request on another worker.
     3. Blocks whose only copies are on nodes of the host are copied to nodes of other hosts.
-       The target nodes pull the blocks, so the bytes do not pass through this process. A block
-       on SSD is first loaded into DRAM of the same node. The host's nodes therefore accept
-       blocks until step 4.
+       The target nodes pull the blocks; no bytes pass through this process. A block on SSD is
+       first loaded into DRAM, so the host's nodes accept blocks until step 4.
     4. The host's storage nodes accept no new blocks. Blocks written since step 3 are copied too.
 
 Then the host can be stopped without loss. A restarted worker accepts requests again. The directory
@@ -50,10 +49,9 @@ class Left:
 
 
 def move_requests(directory: str, workers: Collection[str], secret: str) -> None:
-    """Send a message to these workers, so that they fail their requests at once and frontends
-    resume the requests on other workers. If the directory does not return the workers' addresses
-    within ASK_S_MAX, nothing is sent: the requests are then resumed after their worker has ended.
-    """
+    """Make these workers fail their requests at once, so that frontends resume the requests on
+    other workers. Does nothing if the directory does not return the workers' addresses within
+    ASK_S_MAX. Frontends then resume the requests after the workers have ended."""
     with (
         contextlib.suppress(StoreError),
         DirectoryClient(directory, ASK_S_MAX) as client,
@@ -151,9 +149,8 @@ class HostDrain:
 
     def _copy_lonely(self, give_up_s: float, on_progress: Callable[[str], None]) -> int:
         """Copy until every block has a copy on another host, or until no further block can be
-        copied. Returns the number of blocks without such a copy. A batch goes to one node, because
-        a prefix is most useful if one node has all its blocks. After a pass without progress, the
-        next pass chooses a node for each block."""
+        copied; returns the number of blocks without such a copy. A batch goes to one node, to keep
+        prefixes together. After a pass without progress, each block gets a node of its own."""
         blocks, is_scattered = self._lonely(), False
         while blocks and time.monotonic() < give_up_s:
             on_progress(f"{len(blocks)} blocks are on {self.host} alone")

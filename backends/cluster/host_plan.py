@@ -1,9 +1,7 @@
 """The plan of one host of a deployment: its processes with addresses, sizes and environment.
 
-`host_plan` derives a plan from the `Deployment` alone. Where a plan has two addresses for one port,
-the process binds the address `listen...`, and other processes connect to the other address.
-
-Not here: the plan of a single machine (launcher/launch_plan.py).
+The plan of a single machine is made in launcher/launch_plan.py. Where a plan has two addresses for
+one port, the process binds the address `listen...`, and other processes connect to the other one.
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ class RenderedFolder:
         self._models = rendered_models(deployment, plan, templates_in(base))
 
     def write(self, keeps_edits: bool) -> list[str]:
-        """Write changed models and remove those that the cluster file lacks; returns the written
-        ones. With `keeps_edits`, edited models are neither overwritten nor removed."""
+        """Write and remove models; returns the written ones. `keeps_edits` leaves edited models."""
         before = self._manifest()
         written = []
         self.repository.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Whether this host reaches etcd and the elected directory.
+"""Checks whether this host reaches etcd and the elected directory.
 
-`state` checks once and describes the result in one line. A starting host waits until the result is
-good. While the host serves, a thread of `DeploymentWatch` checks every WATCH_S, and the launcher
-prints changes.
+`state` checks once and describes the result in one line. A starting host waits until the check
+succeeds. While the host serves, a thread of `DeploymentWatch` checks every WATCH_S, and the
+launcher prints changes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mooncake_store.directory.etcd import EtcdAccessRefused, EtcdFailed
 from mooncake_store.errors import StoreError
 from mooncake_store.wire.addresses import ELECTED
 
-WATCH_S = 2.0
-ASK_S_MAX = 1.5
+WATCH_S = 2.0  # pause between two checks
+ASK_S_MAX = 1.5  # timeout of a call to etcd or the directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class DeploymentWatch:
 
     def __init__(self, directory: str, known: DeploymentState) -> None:
         self._directory, self._known = directory, known
-        self._news: deque[DeploymentState] = deque()  # its operations are atomic
+        self._news: deque[DeploymentState] = deque()  # used by two threads; a deque is thread-safe
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="deployment", daemon=True)
         self._thread.start()
 
     def news(self) -> list[DeploymentState]:
-        """The changes since the last call."""
+        """The changed states since the last call."""
         return [self._news.popleft() for _ in range(len(self._news))]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the machine before a launch; each problem is reported with its remedy.
+"""Checks the machine before a launch, and reports each problem with its remedy.
 
 This module finds `tritonserver`, checks numpy, libpython, ports, /dev/shm and the thread limit, and
 makes the environment of child processes.
@@ -24,11 +24,11 @@ from pathlib import Path
 
 from backends.extras import install_line
 
-STATE_BYTES_MIN = 16 * 2**20  # free disk space for the staged backends and the first logs
+STATE_BYTES_MIN = 16 * 2**20  # free disk space for copies of Triton's backends and the first logs
 # A launch chooses ports p with PORT_MIN <= p < PORT_MAX. They lie below the kernel's default range
 # for outgoing connections, which could take a chosen port before the server listens.
 PORT_MIN, PORT_MAX = 10_240, 20_000
-# The operator may have set these for another command; a launch's plan sets its own values.
+# Variables that child processes do not inherit, because the plan of a launch sets them.
 OF_A_HOST = ("MOONCAKE_ADDRESS", "MOONCAKE_LISTEN", "MOONCAKE_PEERS")
 OF_A_SHELL = re.compile(r"""[\s'"\\$`;&|<>()*?!#~\[\]{}]""")  # characters that a shell interprets
 
@@ -43,7 +43,7 @@ class TritonInstall:
 
     server: Path  # the tritonserver binary
     python_backend: Path  # folder with libtriton_python.so and triton_python_backend_utils.py
-    stub: Path  # triton_python_backend_stub for the running Python
+    stub: Path  # triton_python_backend_stub, which runs a Python model, for the running Python
     library_folders: tuple[Path, ...]  # folders that LD_LIBRARY_PATH must contain
 
     @property
@@ -53,7 +53,7 @@ class TritonInstall:
 
 def find_triton() -> TritonInstall:
     """The `tritonserver` on the PATH (an NGC image), else the one inside nvidia-pytriton. Raises
-    EnvironmentProblem if there is neither. Files of the result may be missing."""
+    EnvironmentProblem if there is neither. `problems` reports files of it that are missing."""
     on_path = shutil.which("tritonserver")
     if on_path:
         server = Path(on_path).resolve()
@@ -99,8 +99,8 @@ def process_environment(triton: TritonInstall, given: Mapping[str, str]) -> dict
     """
     env = {name: value for name, value in os.environ.items() if name not in OF_A_HOST}
     env.update(given)
-    # The linker's default folders are left out. In LD_LIBRARY_PATH they would take precedence over
-    # the image's own folders.
+    # The linker's default folders are left out: in LD_LIBRARY_PATH, they would take precedence over
+    # the folders that an NGC image configures.
     libraries = [
         str(each)
         for each in (libpython_folder(), *triton.library_folders)
@@ -113,7 +113,7 @@ def process_environment(triton: TritonInstall, given: Mapping[str, str]) -> dict
     env |= {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     if locale.nl_langinfo(locale.CODESET).upper() != "UTF-8":
         env["LC_ALL"] = "C.UTF-8"
-    # By default glibc keeps free memory in up to 8 arenas per core.
+    # By default, glibc has up to 8 arenas per core, which keep freed memory.
     env.setdefault("MALLOC_ARENA_MAX", "2")
     env.pop("PYTHONHOME", None)
     return env
@@ -189,8 +189,8 @@ def free_ports(
     port_max: int = PORT_MAX,
     host: str = "127.0.0.1",
 ) -> list[int]:
-    """`count` distinct ports of `host` that are free now and not `promised` to a process. They are
-    below `port_max`. Raises EnvironmentProblem if this machine does not have the address `host`."""
+    """`count` distinct ports p of `host`, port_min <= p < port_max, free and not `promised` to a
+    process. Raises EnvironmentProblem if no process can listen at the address `host`."""
     rng = random.SystemRandom()
     with contextlib.ExitStack() as held:
         ports: list[int] = []
@@ -233,7 +233,7 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterato
 
 
 def _pids_max() -> int | None:
-    """The container's limit of tasks; None without a limit or without a readable one."""
+    """The container's limit of processes and threads; None if there is none or it is unreadable."""
     for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         try:
             text = Path(path).read_text(encoding="utf-8").strip()

@@ -1,9 +1,9 @@
 """The etcd member of a deployment's host: its command, its replacement, and etcd's health.
 
-The etcd members elect the leading directory; an election needs more than half of them. A restarted
-member finds its data in the state folder and rejoins by itself. The other members reject a member
-that lost its data. Such a member is replaced: removed from the cluster and added again with the
-same address.
+The leading directory is elected in etcd, which needs more than half of its members (a quorum). A
+restarted member finds its data in the state folder and rejoins by itself. The other members reject
+a member that lost its data. Such a member is replaced: it is removed from the cluster and added
+again with the same address.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mooncake_store.directory.etcd import access_problem, etcd_session, etcd_url
 from mooncake_store.keys.folder import Keys
 
 HEARTBEAT_MS, ELECTION_MS = 100, 1_000  # etcd's own defaults, for hosts of one site
-ASK_S_MAX = 1.0
-CHANGE_S_MAX = 5.0
-REPLACE_S_MAX, REPLACE_PAUSE_S = 30.0, 0.5
+ASK_S_MAX = 1.0  # timeout of a health call
+CHANGE_S_MAX = 5.0  # timeout of a call that lists or changes members
+REPLACE_S_MAX, REPLACE_PAUSE_S = 30.0, 0.5  # limit of the retries of a change, and their pause
 MISSING = (
     "etcd is not installed, but the cluster file has this host run a member: install it (Debian: "
     "apt-get install etcd-server), or name the endpoints of another etcd in the file"
@@ -59,15 +59,15 @@ def etcd_command(
         "initial-cluster-state": "existing" if is_replaced else "new",
         "heartbeat-interval": HEARTBEAT_MS,
         "election-timeout": ELECTION_MS,
-        # Elections write little, but each renewal of a pin adds a revision.
+        # Each renewal of a pinned block adds a revision. Compaction removes old revisions.
         "auto-compaction-mode": "periodic",
         "auto-compaction-retention": "1h",
         "logger": "zap",
         "log-level": "warn",
     }
     if keys is not None:
-        # Every client and peer needs a certificate of the cluster. etcd reads certificate and
-        # private key at each handshake, and the authorities at its start.
+        # Every client and every peer needs a certificate of the deployment's authority. etcd reads
+        # certificate and private key at each handshake, but the authorities only at its start.
         for prefix in ("", "peer-"):
             options |= {
                 f"{prefix}cert-file": keys.certificate,
@@ -79,9 +79,9 @@ def etcd_command(
 
 
 def etcd_environment() -> dict[str, str]:
-    """The environment variables of the etcd member. etcd 3.4 runs on some architectures only if a
-    variable names them. The address of a peer is not verified against its certificate, because a
-    host with several network cards or a pod may call from another address."""
+    """The environment variables of the etcd member. On some architectures, etcd 3.4 runs only if a
+    variable names the architecture. A peer's address is not compared with its certificate, because
+    a pod, or a host with several network cards, may connect from another address."""
     return {
         "ETCD_UNSUPPORTED_ARCH": os.uname().machine,
         "ETCD_EXPERIMENTAL_PEER_SKIP_CLIENT_SAN_VERIFICATION": "true",
@@ -91,11 +91,14 @@ def etcd_environment() -> dict[str, str]:
 def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[str]) -> bool:
     """Replace this member in the cluster if it lost its data; True if it was replaced.
 
-    The member lost its data if it has none while other members list it. A listed member without
-    client URLs has never started. With a name, it belongs to the first start of a whole cluster and
-    needs no replacement. Without a name, an earlier call of this function added it before the host
-    died. A member that is not listed was removed by such a call, and is added. False also if no
-    endpoint answers. Raises MemberRefused if a change fails for REPLACE_S_MAX.
+    A member without data is treated by its entry in the list of the other members:
+
+        with client URLs           it ran before and lost its data: remove it, and add it again
+        without client URLs        with a name, this is the first start of the cluster: do nothing
+                                   without a name, an earlier call added it: it counts as replaced
+        no entry                   an earlier call removed it: add it
+
+    False also if no endpoint answers. Raises MemberRefused if a change fails for REPLACE_S_MAX.
     """
     url = member.advertised_peer_url
     for endpoint in () if _has_data(data_dir) else endpoints:
@@ -113,12 +116,12 @@ def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[
 
 
 def _has_data(data_dir: Path) -> bool:
-    """etcd makes its folders before it joins the cluster, and its log when it joins."""
+    """True if the member has joined: etcd writes its first write-ahead log when it joins."""
     return any((data_dir / "member" / "wal").glob("*.wal"))
 
 
 def _change(member: EtcdMember, endpoint: str, verb: str, body: dict[str, Any]) -> None:
-    """Retry for REPLACE_S_MAX: recently connected members reject changes of the cluster."""
+    """Change the members. Retries, because members reject changes shortly after they connected."""
     give_up_s = time.monotonic() + REPLACE_S_MAX
     while _cluster_call(endpoint, verb, body) is None:
         if time.monotonic() > give_up_s:
@@ -143,8 +146,7 @@ def _cluster_call(endpoint: str, verb: str, body: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class EtcdAnswers:
-    """The endpoints that answer and those that do not. This distinguishes a dead member from a lost
-    quorum."""
+    """Which endpoints answer. Distinguishes a dead member from a lost quorum."""
 
     alive: tuple[str, ...]
     silent: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""The gateway processes of a host: started after the frontend's Triton, supervised, drained.
+"""The gateway processes of a host, which serve OpenAI's interface in front of the frontend.
 
 All gateway processes listen on one port (backends/gateway). A process that dies loses its own
-connections and is restarted; it never ends another process of the host. Each process serves its
+connections and is restarted. Its death ends no other process of the host. Each process serves its
 metrics on a loopback port of its own, for the launcher's metrics page.
 """
 
@@ -26,8 +26,8 @@ from mooncake_store.process.child_processes import (
     RestartPolicy,
 )
 
-READY_S_MAX = 60.0  # generous, because all Tritons load at the same time
-DRAIN_S_MAX = 30.0  # limit of a gateway's drain while the launcher keeps running
+READY_S_MAX = 60.0  # limit of a gateway's start, in s; all Tritons load at the same time
+DRAIN_S_MAX = 30.0  # limit of a gateway's drain, in s; a stop of the launcher waits less long
 UNGUARDED = (
     "can be reached from other hosts, and there are no API keys: every client could use it. "
     f"Name a file of keys (--api-keys), listen on a loopback address, or set {INSECURE_VARIABLE}=1 "
@@ -38,7 +38,7 @@ Make = Callable[[str, Callable[[], Command], RestartPolicy], ChildProcess]
 
 
 def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
-    """The problems of the planned gateway; [] without one. `env`: of the host's processes."""
+    """The problems of the planned gateway; [] without one. `env` is that of the processes."""
     gateway = plan.gateway
     if gateway is None:
         return []
@@ -57,7 +57,7 @@ def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
 
 
 class Gateways:
-    """Starts the gateway processes of a plan, which may have none."""
+    """Starts and supervises the gateway processes of a plan. A plan may have none."""
 
     def __init__(self, plan: HostPlan, env: Mapping[str, str], make: Make) -> None:
         self._plan, self._env = plan.gateway, env
@@ -74,7 +74,7 @@ class Gateways:
 
     @property
     def url(self) -> str:
-        """The URL as a process of this host calls it; "" without a gateway."""
+        """The URL for callers on this host; "" without a gateway."""
         if self._plan is None:
             return ""
         scheme = "https" if self._plan.certificate else "http"

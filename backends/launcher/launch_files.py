@@ -2,11 +2,11 @@
 
 The name of each such file begins with the launcher's own name. The launcher holds an exclusive
 flock on NAME.lock during its life, and the kernel releases the flock however the launcher ends.
-This lock decides whether all files of the launcher are in use. Process ids cannot decide this.
+The files of a launcher are in use while its lock is held. Process ids cannot replace the lock.
 Containers may share /dev/shm without sharing pids, so the pid of a live launcher may be unknown
-here, and the pid of a dead one may be in use.
+here, and the pid of a dead launcher may be in use.
 
-Only files of this user are removed. Files without a lock file stay, because their owner is unknown.
+Only files of this user are removed. Files without a lock file stay: their launcher may be alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake_store.memory.segment_file import create_locked, try_lock, unlink_i
 
 SHM = Path("/dev/shm")
 LOCK_SUFFIX = ".lock"
-STOPPING = "stopping"  # a file of this name in the socket folder: the launch is stopping
+STOPPING = "stopping"  # name of a file in the socket folder, which exists while the launch stops
 _LOCK_NAME = re.compile(r"(mooncake-\d+-[0-9a-f]{8})\.lock")
 
 
@@ -62,7 +62,7 @@ class LaunchFiles:
         return self._shm / f"{self.name}-{name}"
 
     def remove_part(self, name: str) -> None:
-        """Remove the files whose names begin with NAME-`name`, after their users have ended."""
+        """Remove the files whose names begin with NAME-`name`, after their processes have ended."""
         _remove_all(f"{self.name}-{name}", self._shm, "*")
 
     def mark_stopping(self) -> None:
@@ -95,7 +95,7 @@ def remove_leftovers(shm: Path = SHM) -> list[str]:
             is_ours = os.fstat(lock).st_uid == os.getuid()
             if is_ours and try_lock(lock, fcntl.LOCK_EX, keep=True):
                 _remove_all(match[1], shm)
-                unlink_if_same(str(path), lock)  # last, because it protects the others
+                unlink_if_same(str(path), lock)  # last, because the lock protects the other files
                 removed.append(match[1])
     return removed
 

@@ -1,7 +1,7 @@
-"""The options of a launch, and the plan that they result in.
+"""The options of `mooncake serve`, and the `HostPlan` that the launcher (launch.py) makes of them.
 
-The launcher (launch.py) executes a `HostPlan`. The plan of a single machine has Unix sockets, no
-etcd, and the workers of the model repository. The plan of a deployment's host comes from its
+The plan of a single machine has Unix sockets and no etcd. It lists no workers; the launcher starts
+one for each worker folder of the model repository. The plan of a deployment's host comes from the
 cluster file (cluster/host_plan.py).
 """
 
@@ -39,9 +39,9 @@ LOOPBACK = "127.0.0.1"
 class ObserveOptions:
     """The logs and traces of a launch."""
 
-    log_format: str = ""  # "text" or "json"; "": the environment variable, if it is set
+    log_format: str = ""  # "text" or "json"; "": the value of the environment, else "text"
     log_bytes_max: int = LOG_BYTES_MAX  # limit of each process's log; >= LOG_BYTES_MIN
-    otlp_endpoint: str = ""  # of a trace collector; "": the environment variable, if it is set
+    otlp_endpoint: str = ""  # URL of a trace collector; "": the value of the environment, else none
 
     def environment(self) -> dict[str, str]:
         """The environment variables of the launch's processes."""
@@ -49,7 +49,7 @@ class ObserveOptions:
         return {name: value for name, value in given.items() if value}
 
     def problems(self, environment: Mapping[str, str]) -> list[str]:
-        """Every problem with its remedy. `environment`: the other variables of the processes."""
+        """Every problem with its remedy. `environment` has the processes' other variables."""
         found = trace_problems({**environment, **self.environment()})
         if self.log_bytes_max < LOG_BYTES_MIN:
             found.append(f"--log-bytes is {self.log_bytes_max}: give {LOG_BYTES_MIN} or more")
@@ -61,9 +61,9 @@ class GatewayOptions:
     """The options of OpenAI's interface."""
 
     port: int = 0  # 0: the interface is not served
-    workers: int = 1  # processes that share the port
-    certificate: Path | None = None
-    private_key: Path | None = None
+    workers: int = 1  # gateway processes that share the port
+    certificate: Path | None = None  # PEM file; None: plain HTTP
+    private_key: Path | None = None  # PEM file; None: plain HTTP
 
     def plan(self, address: str) -> GatewayPlan | None:
         if not self.port:
@@ -76,13 +76,13 @@ class GatewayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The options of every launch."""
+    """The options of a single machine and of a deployment's host."""
 
-    is_self_checked: bool = False
+    is_self_checked: bool = False  # True: every process checks its invariants each second
     open_apis: tuple[str, ...] = ()  # APIs of Triton that need no admin key (triton_arguments.py)
     api_keys: Path | None = None  # file of tenants and their API keys; None: no keys
-    settings: ServeSettings = NO_SETTINGS  # of all models; override config.pbtxt
-    triton_args: tuple[str, ...] = ()
+    settings: ServeSettings = NO_SETTINGS  # values for all models; they override config.pbtxt
+    triton_args: tuple[str, ...] = ()  # further arguments of the frontend's tritonserver
     observed: ObserveOptions = ObserveOptions()
     gateway: GatewayOptions = GatewayOptions()  # only on a host with a frontend
 
@@ -102,7 +102,7 @@ class ServeOptions(LaunchOptions):
     ssd_bytes: int = 0  # SSD space of each storage node; 0: no SSD tier
     ssd_path: Path | None = None  # None: a folder in state_dir
     state_dir: Path = Path(".mooncake")
-    ready_s_max: float = 300.0
+    ready_s_max: float = 300.0  # limit of the start, in s
 
     def plan(self, socket_dir: Path) -> HostPlan:
         directory, events = directory_address(socket_dir), events_address(socket_dir)
@@ -117,8 +117,8 @@ class ServeOptions(LaunchOptions):
             directory_address=directory,
             events_address=events,
             metrics=f"{self.metrics_address}:{self.metrics_port}",
-            # There is no other host, so NIXL uses only the loopback. Its ports check no keys, and
-            # UCX ends the process if a network card that it uses is removed.
+            # There is no other host, so NIXL (over UCX) uses only the loopback interface. UCX's
+            # ports check no keys, and UCX ends the process if a network card in use is removed.
             environment={TRUSTED_NICS: ""},
             directory=DirectoryPlan(
                 listen=directory,
@@ -148,10 +148,10 @@ class ServeOptions(LaunchOptions):
 
 @dataclass(frozen=True, slots=True)
 class HostOptions(LaunchOptions):
-    """The options of `mooncake serve --cluster FILE --host NAME` besides the file."""
+    """The options of `mooncake serve --cluster FILE --host NAME`, with the plan from the file."""
 
     host_plan: HostPlan
-    ready_s_max: float = float("inf")  # the other hosts may start much later
+    ready_s_max: float = float("inf")  # in s; no limit, because other hosts may start much later
 
     def plan(self, socket_dir: Path) -> HostPlan:
         frontend = self.host_plan.frontend
@@ -162,7 +162,7 @@ class HostOptions(LaunchOptions):
 
 
 def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
-    """Service -> (address, port) of every planned TCP port of this host."""
+    """Name of the listener -> (address, port), for every planned TCP port of this host."""
     found = {"metrics": plan.metrics}
     if plan.frontend is not None:
         found |= {"http": plan.frontend.http, "grpc": plan.frontend.grpc}

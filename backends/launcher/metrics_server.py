@@ -155,9 +155,8 @@ class MetricsServer:
         serves_models: Callable[[], bool] = lambda: True,
         settings: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        """`sources()` lists the pages of running processes. `states()` has all models.
-        `serves_models()` is False on a host without workers and frontend. `settings()` is the
-        answer to GET /settings. This server's threads call all four functions."""
+        """`sources()` lists the pages of running processes. `serves_models()` is False on a host
+        without workers and frontend. This server's threads call all four functions."""
         self._settings = settings
         self._sources, self._states, self._serves_models = sources, states, serves_models
         self._page = MergedPage(METRICS)

@@ -187,8 +187,7 @@ class CertificateRenewal:
         self._seen: FileDigests | None = None
         self._changed_s = float("-inf")  # time of the last change of the files, in s
         self._is_under_way = False  # True from the request for a turn until the turn's end
-        # Time since which all processes serve, in s; None: not checked in this turn.
-        self._whole_from_s: float | None = None
+        self._whole_from_s: float | None = None  # all serve since, in s; None: no check this turn
         self._silent_from_s: dict[str, float] = {}  # outdated worker -> not ready since, in s
 
     def started(self, worker: str) -> None:

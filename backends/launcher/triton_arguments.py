@@ -1,16 +1,16 @@
 """The command lines of Tritons: ports, polled repository, and the admin key for restricted APIs.
 
-A client that registers shared memory with Triton can read and write the storage nodes' segments. A
-client that unloads models, traces or logs can end serving or fill a disk. These APIs therefore
-require the admin key. Health and inference stay open, and on the frontend's Triton also metadata,
-configuration and statistics.
+Some APIs of Triton are dangerous. A client that registers shared memory with Triton can read and
+write the storage nodes' segments. A client can end serving by unloading models, and fill a disk by
+traces or logs. These APIs therefore require the admin key. Health and inference stay open, and on
+the frontend's Triton also metadata, configuration and statistics.
 
 Each launch makes a new key and keeps it in a file that only the operator can read. Triton accepts
 the key only as an argument. The key therefore protects against the network, but not against users
 who can list the processes of this host.
 
-`stage` makes the folder for `--backend-directory`. Triton requires `python/` in it with real copies
-of its Python backend (it rejects symbolic links), and one folder for each of our backends.
+`stage` makes the folder for `--backend-directory`. The folder needs a folder `python/` with copies
+of Triton's Python backend (Triton rejects symbolic links), and one for each of our backends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from backends.worker_tls import server_arguments
 from mooncake_store.keys.folder import Keys
 
 OUR_BACKENDS = ("preprocessing", "postprocessing", "conductor", "prefill", "decode")
-FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # limit of Triton's wait for requests and models
+FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # limit of Triton's wait for running requests at its exit
 RESTRICTED_APIS = ("shared-memory", "model-repository", "trace", "logging")
 # A worker's Triton serves only readiness probes and the inference calls of frontends.
 WORKER_RESTRICTED_APIS = (*RESTRICTED_APIS, "metadata", "model-config", "statistics")
@@ -105,10 +105,10 @@ def common_arguments(
 def frontend_arguments(
     admin_key: AdminKey, open_apis: Sequence[str], more: Sequence[str], is_traced: bool = False
 ) -> list[str]:
-    """The further arguments of the frontend's Triton; `more` comes from the operator.
+    """The further arguments of the frontend's Triton. The operator gives `more`.
 
     With tracing, Triton copies the gRPC metadata `traceparent` to a request parameter of this name.
-    Triton 2.51 also copies HTTP headers, except those of /generate.
+    Triton 2.51 also copies the HTTP header, except for requests to /generate.
     """
     forwarded = [f"--grpc-header-forward-pattern=(?i){TRACEPARENT}"] if is_traced else []
     return [
@@ -121,8 +121,8 @@ def frontend_arguments(
 
 
 def worker_arguments(admin_key: AdminKey, keys: Keys | None) -> list[str]:
-    """The further arguments of a worker's Triton. Frontends of other hosts ping a worker
-    (frontend/grpc_calls.py) more often than a gRPC server accepts by default."""
+    """The further arguments of a worker's Triton. The limit of pings is off, because frontends
+    (frontend/grpc_calls.py) ping more often than a gRPC server accepts by default."""
     return [
         f"--exit-timeout-secs={WORKER_EXIT_S}",
         "--allow-cpu-metrics=false",

@@ -144,8 +144,7 @@ class TritonSetup:
     log_dir: Path
     cwd: Path
     command_of: Callable[[Triton, Endpoints], Command]  # the command of the next incarnation
-    # The next three are for Tritons without planned addresses.
-    listen: str = LOOPBACK  # address to bind
+    listen: str = LOOPBACK  # address to bind; unused with planned addresses, as the next two
     called: str = LOOPBACK  # address that callers use
     ports: tuple[int, int] = (PORT_MIN, PORT_MAX)  # lowest port, highest port + 1
     log_bytes_max: int = LOG_BYTES_MAX
@@ -225,8 +224,7 @@ class Triton:
         return self.child.pid if self.child is not None and self.child.is_alive else None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
-        """Copy edits to the mirror and restart Triton or models that died; returns the restarts.
-        `alive` are the models that have a live process."""
+        """Copy edits to the mirror; restart Triton or models that died. `alive`: live models."""
         self.mirror.sync()
         if self.child is None:
             return []
@@ -267,10 +265,9 @@ class Triton:
     def supervise_start(self) -> str:
         """Supervise Triton until its first readiness. Returns why Triton cannot start, else "".
 
-        If another process took a port that was not planned, Triton is restarted with another port.
-        A Triton that a signal ended is restarted up to CRASHES_MAX times: on a busy machine Triton
-        2.51 sometimes aborts while it creates its models' shared memory. Raises ChildDied if Triton
-        exited by itself or crashed more often.
+        If an unplanned port is taken, Triton is restarted with another port. A Triton that a signal
+        ended is restarted up to CRASHES_MAX times: on a busy machine, Triton 2.51 sometimes aborts
+        while it creates shared memory. Raises ChildDied if Triton exited or crashed more often.
         """
         if self.child is None:
             self.mirror.sync()
