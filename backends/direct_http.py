@@ -28,8 +28,8 @@ _WITH_A_KEY = direct_opener(_NoRedirects())
 
 
 def get(url: str, key: str, timeout_s: float) -> bytes:
-    """The body at `url`. `key`: an API key, or "". Raises OSError for other statuses than 2xx and
-    broken connections, and ValueError or HTTPException for a bad URL or answer."""
+    """The body at `url`. `key`: an API key, or "". Raises OSError for a broken connection and for
+    any status but 2xx, ValueError for a bad URL, and HTTPException for a bad answer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     request = urllib.request.Request(url, headers=headers)
     with _WITH_A_KEY.open(request, timeout=timeout_s) as answer:

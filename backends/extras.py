@@ -1,7 +1,6 @@
 """Optional extras of this package: which extra provides a module that is not installed.
 
-A missing extra gives an error of one line with its name instead of a traceback, before anything
-runs.
+If an extra is missing, a command prints one line that names the extra, instead of a traceback.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 PACKAGE = "mooncake-triton"
-# The modules of each extra that this package imports.
+# Extra -> the modules of this extra that our code imports.
 MODULES = {
     "bundled": ("pytriton",),
     "gateway": ("fastapi", "uvicorn"),
@@ -28,7 +27,7 @@ def install_line(extra: str) -> str:
 
 
 def explained(problem: ImportError) -> str:
-    """The missing module and its extra, in one line; "" for a module of no extra."""
+    """The missing module, and how to install its extra; "" if no extra has the module."""
     lacking = (problem.name or "").partition(".")[0]
     for extra, modules in MODULES.items():
         if lacking in {module.partition(".")[0] for module in modules}:
@@ -43,7 +42,7 @@ def require(extra: str, what: str) -> None:
 
 
 def missing(extra: str) -> str:
-    """The first package of the extra that is not installed; "" if all are."""
+    """The first package of the extra that is not installed; "" if all packages are installed."""
     lacking = (module for module in MODULES[extra] if not _is_there(module))
     return next(lacking, "").partition(".")[0]
 
@@ -51,5 +50,5 @@ def missing(extra: str) -> str:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # its parent package is missing
+    except ModuleNotFoundError:  # the module's parent package is missing
         return False

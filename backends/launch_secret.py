@@ -1,4 +1,4 @@
-"""The secret by which the processes of a launch authenticate calls and messages.
+"""The secret with which the processes of a launch authenticate calls and messages.
 
 `mooncake serve` makes a new secret at each start on a single machine; the hosts of a deployment
 share one secret. The launcher puts the secret into the environment of its processes, never into an
@@ -21,7 +21,7 @@ def make_secret() -> str:
 
 
 def insecure_secret(deployment: str) -> str:
-    """The secret of a deployment without keys; it only separates two deployments."""
+    """The secret of a deployment without keys. Clients can guess it; it separates deployments."""
     return f"insecure-{deployment}"
 
 

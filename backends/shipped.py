@@ -20,7 +20,7 @@ def shipped_checkpoint() -> Path:
 
 
 def named_or_shipped(repository: Path) -> Path:
-    """`repository`, or the shipped one if the default does not exist. For readers only."""
+    """`repository`, or the shipped repository if it is the missing default. Only for reading."""
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         return shipped_repository()
     return repository

@@ -1,1 +1,1 @@
-"""Is this host fit to serve, and does what serves here do well? Each finding has its remedy."""
+"""`mooncake doctor`: checks whether this host can serve and whether a running system works."""

@@ -1,1 +1,1 @@
-"""Every number that is shown: the table of metrics, pages of them, `mooncake status`."""
+"""The table of all metrics, their publication on the metrics page, and `mooncake status`."""

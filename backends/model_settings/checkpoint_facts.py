@@ -1,4 +1,4 @@
-"""Reads the facts of a checkpoint without an engine: config, headers of weights, tokenizer."""
+"""Reads facts of a checkpoint without an engine: from config, headers of weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from backends.text.tokenizer import Tokenizer
 
 
 def facts_beside(repository: Path) -> LookUp:
-    """A cached function from a checkpoint to its facts. Relative paths start at the parent folder
-    of the repository."""
+    """A cached function: value of a parameter `checkpoint` -> facts. Relative paths start at the
+    parent folder of the repository."""
 
     @cache
     def look_up(checkpoint: str) -> CheckpointFacts:

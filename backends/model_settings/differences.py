@@ -20,7 +20,7 @@ class ParameterDifference:
     parameter: str
     value: str
     default: str | None  # None: this model has no such parameter
-    shipped: str | None  # None: no shipped model to compare with
+    shipped: str | None  # value in the shipped file; None: no shipped model of this backend
 
     def __str__(self) -> str:
         if self.default is None:
@@ -35,10 +35,10 @@ class ParameterDifference:
 def differences(
     files: list[ModelFile], shipped: Mapping[str, ModelFile]
 ) -> Iterator[ParameterDifference]:
-    """The parameters that differ from the default or from the shipped file.
+    """The parameters of `files` that differ from the default or from the shipped file.
 
-    `shipped` maps models to shipped files. A model without a shipped file is compared with the
-    first shipped model of its backend. Models of other backends are skipped.
+    `shipped`: model -> shipped file. A model without a shipped file is compared with the first
+    shipped model of its backend. Models that have no known parameters are skipped.
     """
     for file in files:
         kinds = {each.name: str(each.type) for cls in classes_of(file)[0] for each in fields(cls)}
@@ -60,7 +60,7 @@ def differences(
 
 
 def read(kind: str, text: str) -> object:
-    """The parsed value; the text itself if it is not of this kind."""
+    """The value of the text, for comparisons; the text itself if it is not of this kind."""
     try:
         return convert(kind, text)
     except ValueError:

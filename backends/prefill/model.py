@@ -1,4 +1,4 @@
-"""Triton entry point of a prefill worker. All of it is in backends/triton/worker_model.py."""
+"""Triton entry point of a prefill worker. The code is in backends/triton/worker_model.py."""
 
 from backends.triton.worker_model import WorkerModel
 

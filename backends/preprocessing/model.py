@@ -1,7 +1,7 @@
 """Triton entry point of preprocessing: text to token ids, the ensemble's first step.
 
-Translation only; the tokenizer is backends/text/tokenizer.py. A text that cannot be tokenised fails
-here with the same message as the conductor's own.
+The tokenizer is in backends/text/tokenizer.py. A text that cannot be tokenised fails with the same
+message as in the model `conductor`.
 """
 
 from backends.config_pbtxt import TokenizerConfig, checkpoint_folder, read_config

@@ -1,8 +1,8 @@
 """`mooncake init`: makes a model repository with a checkpoint, to serve and to edit.
 
-The models are the shipped ones. Their `checkpoint` parameter names a copy of the demo checkpoint in
-the new folder. A new folder is filled under a temporary name and then renamed, so it is complete or
-missing. An existing empty folder receives the finished content entry by entry.
+The new folder has the shipped models and a copy of the demo checkpoint, to which the models refer.
+The folder is filled under a temporary name and then renamed, so it is complete or missing. If the
+folder exists and is empty, the finished content is moved into it entry by entry.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def init(
 
 
 def lay_down(folder: Path) -> list[str]:
-    """Fill the folder; returns its models. Raises FolderInUse or OSError; a new folder is then not
-    left behind."""
+    """Fill the folder and return the names of its models. Raises FolderInUse or OSError, and then
+    leaves no new folder."""
     folder = folder.resolve()  # servers resolve links before they use relative paths
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FolderInUse(f"{folder} exists and is not empty: name another folder, or remove it")
@@ -68,7 +68,7 @@ def _take_over(whole: Path, folder: Path) -> None:
     if not folder.exists():
         whole.rename(folder)
         return
-    for path in whole.iterdir():  # keeps the empty folder: a shell may have it as working folder
+    for path in whole.iterdir():  # keep the empty folder: a shell may use it as working directory
         path.rename(folder / path.name)
 
 

@@ -2,13 +2,13 @@
 
     no API keys configured   the client's parameters `tenant` and `request_priority` are used
     API keys, valid proof    the file's tenant: its cache salt, its priority, its limits
-    API keys, no tenant      the default tenant, without a salt; rejected if the file has
-                             `keyless` as `refused`, except for `describe`
+    API keys, no tenant      the default tenant, without a salt. If the file sets `keyless` to
+                             `refused`, only `describe` is served and other requests are rejected
     API keys, invalid proof  rejected: the tenant's proof is missing, expired or wrong, or the
                              tenant is not in the file any more
 
-With API keys a client may lower its priority (`request_priority`), but not raise it above its
-tenant's.
+With API keys, a client's `request_priority` may be below the priority of its tenant. A higher value
+is reduced to the tenant's priority.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Principal:
     """The tenant of a request."""
 
     tenant: str = ""
-    known: ApiTenant | None = None  # its entry in the file; None: no API keys are configured
+    known: ApiTenant | None = None  # the tenant's settings in the file; None without API keys
 
     def salt(self, given: str) -> str:
-        """The salt of the block keys; `given`: by the client, used only without API keys."""
+        """Salt of the block keys. Without API keys it is `given`, the client's `tenant`."""
         return given if self.known is None else self.known.salt
 
     @property
@@ -41,7 +41,7 @@ class Principal:
         return self.known.limits if self.known is not None else None
 
     def priority(self, given: int | None) -> int:
-        """The request's priority; `given`: by the client, None: not given."""
+        """The priority of the request. `given`: the client's `request_priority`, or None."""
         if self.known is None:
             return given or 0
         return self.known.priority if given is None else min(given, self.known.priority)
@@ -53,7 +53,7 @@ def principal_of(
     """The principal of a request. Raises Forbidden for a request that the table above rejects."""
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")
     if keys is None:
-        return Principal(named if isinstance(named, str) else "")  # other types are rejected later
+        return Principal(named if isinstance(named, str) else "")  # parsing rejects other types
     if not named and not proof:
         # `describe` reveals no secrets, and the gateway sends it without a tenant.
         if not keys.serves_keyless and parameters.get("describe") is not True:

@@ -1,9 +1,9 @@
 """The proof that a request's tenant was set by the gateway and not by a client.
 
-The gateway looks up the API key and sends the tenant's name with a proof. The proof is a time, and
-an HMAC of name and time with the secret of the launch. Gateway and frontend have that secret,
-clients do not. A proof is valid for a minute, so a logged proof is soon useless. With a
-deployment's `insecure` keys the secret can be guessed, and so proofs can be forged.
+The gateway looks up the API key and sends the tenant's name with a proof: the time, and an HMAC of
+name and time. Its key is the secret of the launch (launch_secret.py), which gateway and frontend
+have and clients do not. A proof is valid for a minute, so a logged proof is soon useless. In a
+deployment with `insecure: true` the secret can be guessed, so proofs can be forged.
 
 Not here: API keys (api_keys.py), the use of a proven tenant (principal.py).
 """
@@ -19,12 +19,12 @@ from backends import launch_secret
 
 TENANT, PROOF = "tenant", "tenant_proof"  # parameters of a request
 GATEWAY = "(gateway)"  # the gateway itself; not a valid name of a tenant
-PURPOSE = b"mooncake tenant\0"
-AGE_S_MAX = 60.0  # validity of a proof; the hosts' clocks must differ by less
+PURPOSE = b"mooncake tenant\0"  # distinguishes this use of the secret from others
+AGE_S_MAX = 60.0  # validity of a proof; the clocks of the hosts must differ by less
 
 
 def tenant_parameters(name: str, now_unix_s: float | None = None) -> dict[str, str]:
-    """Parameters of a request of this tenant; to be sent at once, because the proof expires."""
+    """Parameters of a request of this tenant. Send them at once, because the proof expires."""
     at_s = time.time() if now_unix_s is None else now_unix_s
     return {TENANT: name, PROOF: prove(name, at_s, launch_secret.secret_of_launch())}
 
@@ -35,7 +35,7 @@ def prove(name: str, at_unix_s: float, secret: str) -> str:
 
 
 def is_proven(name: str, proof: object, secret: str, now_unix_s: float) -> bool:
-    """Whether `proof` is a valid proof of this name; False without a secret."""
+    """Whether `proof` proves this name and is at most AGE_S_MAX old; False without a secret."""
     if not isinstance(proof, str) or not secret:
         return False
     moment, _, code = proof.partition(" ")

@@ -1,8 +1,8 @@
-"""Tenant labels of metrics: a bounded set of tenants has series of its own.
+"""The label `tenant` of metrics: a bounded number of tenants have series of their own.
 
 Triton keeps each series until it exits, so clients must not choose labels. The first LABELS_MAX
-tenants of the file of keys that send a request get a label. All others share one. Salts and keys
-are never on the metrics page.
+tenants of the file of keys that send a request get a label of their own. Later tenants share the
+label OTHERS. Salts and keys are never on the metrics page.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TenantLabels:
         self._known: set[str] = set()
 
     def of(self, principal: Principal) -> str:
-        """The tenant's label; "" without API keys, when nothing is counted by tenant."""
+        """The tenant's label; "" without API keys, because then no metric is counted by tenant."""
         if principal.known is None:
             return ""
         if principal.tenant not in self._known and len(self._known) >= self._labels_max:
@@ -45,7 +45,7 @@ class TenantLabels:
         return principal.tenant
 
     def sums(self, of_tenants: Mapping[str, int]) -> dict[str, int]:
-        """Sum the tenants' numbers by label; every label is included, also with 0."""
+        """Sum a number of each tenant by label. A tenant's own label is included also with 0."""
         found = dict.fromkeys(self._known, 0)
         for tenant, number in of_tenants.items():
             label = tenant if tenant in self._known else OTHERS

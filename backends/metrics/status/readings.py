@@ -1,4 +1,4 @@
-"""Readings of the metrics page: fetching the page, and the pages of the last seconds."""
+"""Fetches the metrics page, and keeps the readings of the last seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from backends.metrics.status.view import Page, View, parse, view
 
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 FETCH_S_MAX = 5.0  # timeout of one GET of the page
-RECENT_S = 10.0  # "recent" numbers cover at least this time
+RECENT_S = 10.0  # "recent" figures cover at least this time, or the time since the first reading
 
 
 class NoStatus(Exception):
-    """The message names the remedy."""
+    """The page cannot be read, or has no metrics of ours. The message names the remedy."""
 
 
 def fetch_page(metrics_url: str) -> bytes:
@@ -25,7 +25,7 @@ def fetch_page(metrics_url: str) -> bytes:
 
 
 def fetch(metrics_url: str) -> Page:
-    """Raises NoStatus for a page that cannot be read or has no metrics of ours."""
+    """Fetch and parse the page. Raises NoStatus."""
     try:
         page = parse(fetch_page(metrics_url).decode(), time.monotonic())
     except (OSError, ValueError, http.client.HTTPException) as error:
@@ -43,20 +43,20 @@ def fetch(metrics_url: str) -> Page:
 
 
 class Readings:
-    """The pages of the last `recent_s` seconds, for rates. `view` needs at least one page."""
+    """The pages of the last `recent_s` seconds, for rates. Call `view` only after an `add`."""
 
     def __init__(self, recent_s: float = RECENT_S) -> None:
         self._recent_s = recent_s
         self._pages: deque[Page] = deque()
 
     def add(self, page: Page) -> None:
-        """Add a page. The oldest kept page is the newest one that is at least `recent_s` old."""
+        """Add a page. Keeps the pages of the last `recent_s` seconds and the newest older page."""
         self._pages.append(page)
         while len(self._pages) > 2 and page.read_at_s - self._pages[1].read_at_s >= self._recent_s:
             self._pages.popleft()
 
     def clear(self) -> None:
-        """Forget all pages: the server restarted, so earlier counts give no rates."""
+        """Remove all pages. After a restart of the server, earlier counts give no rates."""
         self._pages.clear()
 
     def view(self, unix_s: float) -> View:
