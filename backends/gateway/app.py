@@ -61,7 +61,7 @@ UNSUPPORTED_PATHS = {
 }
 LONG_BODY_BYTES = 256 * 1024  # bytes; longer bodies are parsed in another thread
 LEFT = 499  # status for a client that disconnected; not a standard one
-# Field of /v1/models that vLLM or load generators know -> the conductor's name for it.
+# Field of /v1/models, for load generators (max_model_len as in vLLM) -> the conductor's name.
 FACTS = {
     "max_model_len": "context_tokens_max",
     "block_tokens": "block_tokens",
@@ -74,7 +74,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    frontend: str  # HOST:PORT of its gRPC
+    frontend: str  # HOST:PORT of the frontend's gRPC endpoint
     metrics: str = ""  # HOST:PORT of the launcher's metrics page; "": this process' own page
     name: str = "gateway-0"  # name of this process
     body_bytes_max: int = BODY_BYTES_MAX
@@ -212,7 +212,7 @@ class Gateway:
         return _json(await self._facts(name))
 
     async def _facts(self, name: str) -> dict[str, object]:
-        """A model in OpenAI's format, and FACTS unless the frontend does not answer."""
+        """A model in OpenAI's format, with FACTS if the frontend answers."""
         served = await self._served(name)
         facts = await self.calls.describe_model()
         found: dict[str, object] = {
@@ -230,7 +230,7 @@ class Gateway:
         return _json({"status": "alive"})
 
     async def ready(self) -> Response:
-        """The result of the last probe of the frontend; 503 also while this process drains."""
+        """The result of the latest probe of the frontend. While this process drains, 503."""
         if self.doors.is_draining:
             return _json({"status": "draining"}, 503)
         is_ready = self.calls.is_ready
@@ -250,8 +250,8 @@ class Gateway:
         return await self.calls.describe(CLUSTER, parameters)
 
     async def metrics(self, request: Request) -> Response:
-        """The launcher's page with all gateways and Tritons, without the series of other tenants
-        if there are API keys. Without a launcher: this process' page. 503 if the launcher fails."""
+        """The launcher's metrics page. With API keys, it lacks the series of other tenants. Without
+        a launcher, this process' own page. Raises HttpRefusal 503 if the launcher is silent."""
         if not self.options.metrics:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:
@@ -285,7 +285,7 @@ class Gateway:
         if error.status_code == 405:
             what = f"{request.url.path} does not take {request.method}"
             refusal = HttpRefusal(405, "method_not_allowed", what)
-            return await self._refused(request, refusal, error.headers)  # which has Allow
+            return await self._refused(request, refusal, error.headers)  # with the header Allow
         what = f"there is no route {fields.shown(request.url.path)}"
         return await self._refused(request, HttpRefusal(404, "path_not_found", what))
 
@@ -314,8 +314,8 @@ def decoded(body: bytes) -> object:
 
 
 def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayRequest:
-    """The request with the tenant of its API key and a proof for the frontend. Status 403 if the
-    request names another tenant. `tenant` None (no API keys): the request is unchanged."""
+    """The request with the tenant of its API key and a proof for the frontend. Without API keys
+    (`tenant` None), the request itself. Raises HttpRefusal 403 if it names another tenant."""
     if tenant is None:
         return request
     named = request.parameters.get("tenant", tenant.name)

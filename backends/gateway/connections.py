@@ -1,12 +1,12 @@
 """Limits of client connections: their number, the time of their requests, their unread bytes.
 
-uvicorn implements HTTP/1.1. This module limits three resources that a client could otherwise hold
-without end. They are a request that does not arrive or arrives byte by byte, an answer that is not
-read, and the number of connections. The module rejects requests that are not HTTP in OpenAI's error
-format. It detects that a client has disconnected even if bytes follow the client's request.
+uvicorn implements HTTP/1.1. This module limits the time in which a request arrives, the time in
+which a client does not read its answer, and the number of connections. Otherwise a client could
+hold these without end. The module rejects requests that are not HTTP, in OpenAI's error format. It
+detects a disconnected client even if the client sent bytes after its request.
 
-The time limit of the first request's head begins with the connection, and that of a later head with
-its first byte. The limit of a body begins after the head. Received bytes do not extend a limit.
+The time limit of a connection's first head begins with the connection. The limit of a later head
+begins with its first byte, and the limit of a body after the head. Received bytes extend no limit.
 
 Connections count from `accept` on, before TLS. When the limit of one address or of all addresses is
 reached, the connection that has been idle longest is closed. If none is idle, the new connection is
@@ -30,8 +30,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.statuses import HttpRefusal, unavailable
 
-HEAD_S_MAX = 10.0
-BODY_S_MAX = 60.0
+HEAD_S_MAX = 10.0  # limit of receiving the head of a request
+BODY_S_MAX = 60.0  # limit of receiving the body of a request
 STALLED_S_MAX = 60.0  # a client that reads nothing of its answer for so long is disconnected
 KEEP_ALIVE_S = 75  # limit of an idle connection between two requests
 HANDSHAKE_S_MAX = 10.0  # limit of a TLS handshake
@@ -48,7 +48,7 @@ class AcceptedConnection(socket.socket):
     """A connection in its listener's table, from `accept` to `close`."""
 
     address = ""  # the client's IPv4 address, or the /64 network of its IPv6 address
-    idle_s: float | None = None  # loop time since when it is idle; None during a request
+    idle_s: float | None = None  # event loop's time at which it became idle; None: in a request
     is_shaking = False  # True during the TLS handshake
     is_over = False  # True if there are too many connections, so that this one is rejected
     table: set[AcceptedConnection] | None = None
@@ -75,8 +75,8 @@ class BoundedListener(socket.socket):
     has_tls = False
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises BlockingIOError if no client waits, or if the connection was closed at once.
-        asyncio then calls again in its next turn, so a flood of clients does not stall the loop."""
+        """Raises BlockingIOError if no client waits, or if the new connection was closed. asyncio
+        then calls again in the loop's next turn, so a flood of clients does not stall the loop."""
         descriptor, address = self._accept()  # type: ignore[attr-defined]
         connection = AcceptedConnection(self.family, self.type, self.proto, descriptor)
         if self._admit(connection, str(address[0])):
@@ -127,7 +127,7 @@ def _end_handshake(connection: AcceptedConnection) -> None:
 
 
 def network_of(host: str) -> str:
-    """The IPv4 address, or the /64 network of an IPv6 address: one client owns all of it."""
+    """The IPv4 address, or the /64 network of an IPv6 address, because a client owns a /64."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -172,8 +172,8 @@ class BoundedConnection(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.DONE and self.flow.read_paused:
-            # uvicorn would resume reading after the answer, and detect only then that the client
-            # has disconnected.
+            # uvicorn would resume reading only after the answer, and detect only then that the
+            # client has disconnected.
             if len(self.conn.trailing_data[0]) > AHEAD_BYTES_MAX:
                 self.transport.abort()
                 return

@@ -1,10 +1,10 @@
 """The fields of a request in OpenAI's interface: one table for parsing and for the OpenAPI schema.
 
-A field has the type that OpenAI's clients send. This module rejects wrong types, values outside the
-tensor's range, and unsupported options. An unsupported option is accepted if its value changes
-nothing. The error for an unknown field names the most similar known field, if there is one. The
-conductor checks the range of values (frontend/sampling.py), and the gateway returns the conductor's
-errors under the OpenAI field name. Pure.
+A field has the type that OpenAI's clients send. This module rejects wrong types, numbers that do
+not fit the data type of the conductor's tensor, and unsupported fields. A value of an unsupported
+field that changes nothing is accepted. The error for an unknown field names the most similar known
+field, if there is one. The conductor checks the range of values (frontend/sampling.py), and the
+gateway returns the conductor's errors under the OpenAI field name. Pure.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import msgspec
 
 from backends.statuses import HttpRefusal
 
-INT32 = 2**31
-SHOWN_CHARACTERS_MAX = 40  # of a value that an error message quotes
+INT32 = 2**31  # integers of 32 bits are -INT32 to INT32 - 1
+SHOWN_CHARACTERS_MAX = 40  # of a value in an error message; the rest is left out
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel = 4
 # Longer strings and integers are shortened in the middle.
@@ -232,7 +232,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
 }
 FORMATS = "type text, json_object, or json_schema with json_schema.schema"
-SCHEMA_LABELS = {"name", "description", "strict"}  # ignored; an answer always follows the schema
+SCHEMA_LABELS = {"name", "description", "strict"}  # ignored: an answer always follows the schema
 ANY_OBJECT = '{"type":"object"}'
 # The last option is from vLLM; aiperf and GuideLLM send it.
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
@@ -430,6 +430,6 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "stop": _stop,
     "stream_options": _stream_options,
     "format": _format,
-    "prompt": lambda _, value: value,  # prompts.py reads these two
+    "prompt": lambda _, value: value,  # prompts.py checks `prompt` and `messages`
     "messages": lambda _, value: value,
 }

@@ -1,8 +1,8 @@
 """Calls to the frontend's Triton: one ModelStreamInfer for each request, and readiness probes.
 
 The calls use the generated stub over asyncio without a further layer. A message is parsed once, and
-its tensors are read from its raw bytes. Requests are spread over CHANNELS connections, because one
-thread of Triton serves an HTTP/2 connection.
+its tensors are read from its raw bytes. Requests are spread over CHANNELS connections, because
+Triton serves each HTTP/2 connection with one thread.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 1000),  # reconnects soon to a restarted frontend
 ]
 OF_PROMPT = ("the prompt ", "there is no prompt")  # prefixes of messages about the prompt
-PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0
-END_S_MAX = 5.0  # limit of the time that a call stays open after its last piece
+PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0  # timeout and period of probes
+END_S_MAX = 5.0  # longest time from an answer's last piece to the end of its call
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class FrontendCalls:
             await asyncio.sleep(max(0.0, PROBE_EVERY_S - (time.monotonic() - begun_s)))
 
     async def probe(self, waits: bool = False) -> bool:
-        """Update `is_ready` and `served`; True if the conductor is ready. `waits` waits for a
-        connection. Otherwise gRPC fails at once during its backoff after a failed connection."""
+        """Update `is_ready` and `served`; True if the conductor is ready. `waits`: wait for a
+        connection. Otherwise the probe fails at once during gRPC's backoff before a reconnect."""
         config_call = service_pb2.ModelConfigRequest(name=MODEL)
         ready = service_pb2.ModelReadyRequest(name=MODEL)
         try:
@@ -119,15 +119,15 @@ class FrontendCall:
         self.is_left = False
 
     def leave(self) -> None:
-        """Cancel the call, so that the conductor ends the request. No effect on a closed call."""
+        """Cancel the call, so that the conductor ends the request. A closed call stays as it is."""
         self.is_left = True
         self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
         """Yield pieces until the conductor closes the call.
 
-        The call is closed at most END_S_MAX after its last piece; a failure after that piece is
-        ignored. After `leave` before that piece, iteration raises asyncio's CancelledError.
+        The call is closed at most END_S_MAX after the last piece, which has a finish reason. Later
+        failures are ignored. After an earlier `leave`, iteration raises asyncio.CancelledError.
         """
         is_finished, end = False, None
         try:
@@ -197,7 +197,7 @@ def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:
 
 
 def broken(error: grpc.RpcError) -> HttpRefusal:
-    """The refusal for a gRPC error: a failed connection, or a message that is too long."""
+    """The refusal for a gRPC error, for example a failed connection or a too long message."""
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return HttpRefusal(413, "too_large_body", details)

@@ -36,7 +36,7 @@ NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
 }
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 TYPE_OF_KIND = {"integer": "INT32", "number": "FP32"}
-# Triton returns only the outputs that the request names, and each output has a cost.
+# Triton returns only the outputs that the request names. Each output costs time.
 OUTPUTS = ("text_output", "finish_reason")
 LOGPROBS = ("output_ids", "output_log_probs", "top_token_ids", "top_log_probs")
 COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
@@ -51,7 +51,7 @@ class GatewayRequest:
     is_stream: bool
     includes_usage: bool  # token counts in a stream; other answers always have them
     counts_each_event: bool  # token counts in each event of a stream, not only in the last
-    timeout_s: float  # > 0, or 0 without a timeout
+    timeout_s: float  # deadline in seconds after the arrival; 0: none
     inputs: Mapping[str, Any]  # tensor -> value, for the conductor
     parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
     # Tensor -> field name, where this request's name differs from NAME_OF_TENSOR.
@@ -83,7 +83,7 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     inputs |= {
         each.tensor: given[each.name] for each in FIELDS if each.tensor and each.name in given
     }
-    # The number of logprobs is in `logprobs` of a completion. A chat's prompt is in `messages`.
+    # In a completion, `logprobs` is the number of logprobs. In a chat, the prompt is `messages`.
     names = {"top_logprobs": "logprobs"} if route == COMPLETION else {"prompt": "messages"}
     if (newer := given.get("max_completion_tokens")) is not None:
         if inputs.get("max_tokens", newer) != newer:
