@@ -1,16 +1,16 @@
 """CUDA graphs of decode steps: a few padded shapes, each recorded once and replayed.
 
 A decode step consists of hundreds of small kernels, and launching them one by one takes longer than
-their execution. So the inputs of a step (token ids, positions, page tables) are static tensors, and
-the device computes everything else from them. The step is recorded once per shape. Later steps of
-the shape are one copy of the inputs and one replay.
+their execution. So a step is recorded once per shape as a CUDA graph. Its inputs (token ids,
+positions, page tables) are static tensors, and the device computes everything else from them. A
+later step of the same shape needs one copy of the inputs and one replay.
 
-A batch is padded to the next of BATCHES, and its page tables to a power of two. Padding repeats the
-sequence with the shortest context, and writes the same values to the same rows as this sequence.
-So padding needs no page of its own and changes no other page.
+A batch is padded to the next size in BATCHES, and the width of its page tables to a power of two.
+Padding repeats the sequence with the shortest context. It writes the same values to the same rows
+as this sequence, so it needs no page and changes no other page.
 
-Without CUDA, "recording" calls the same function again (`Recorder`), which tests the padding and
-the plan without a GPU. After a failed recording or replay every step uses the ragged plan.
+Without CUDA, `Recorder` only calls the step again, so tests of padding and plan need no GPU. After
+a failed recording or replay, every step uses the plan of step_plan.py, which is not padded.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from backends.engine.torch.transformer import Transformer
 from mooncake_store.layout import KvLayout, blocks_touched
 
 log = logging.getLogger(__name__)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-WARM_TIMES = 2  # calls before recording, in which libraries select kernels and allocate memory
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of sequences in recorded steps
+WARM_TIMES = 2  # calls before a recording, in which libraries select kernels and allocate memory
 
 Step = Callable[[], torch.Tensor]
 
 
 class Recorder:
-    """Calls the step again, without CUDA."""
+    """Calls the step again instead of a replay. For devices without CUDA graphs."""
 
     def record(self, step: Step) -> Step:
-        """A function that repeats the device work of `step`, on the same tensors."""
+        """A function that repeats the device work of `step` on the same tensors."""
         return step
 
 
 class CudaRecorder(Recorder):
-    """All graphs share a memory pool of intermediate tensors, because only one runs at a time."""
+    """Records CUDA graphs. They share memory for intermediate tensors: one graph runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class CudaRecorder(Recorder):
             for _ in range(WARM_TIMES):
                 step()
         torch.cuda.current_stream(self._device).wait_stream(aside)
-        # thread_local: other threads copy pages during the recording.
+        # thread_local: other threads may copy pages during the recording.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"
         ):
@@ -74,7 +74,7 @@ class CudaRecorder(Recorder):
 def padded_inputs(
     batch: Sequence[Work], sequences: int, width: int, block_tokens: int
 ) -> NDArray[np.int64]:
-    """Token ids [sequences], positions [sequences], then page tables [sequences, width], flat."""
+    """Flat, padded: token ids [sequences], positions [sequences], tables [sequences, width]."""
     inputs = np.empty(sequences * (2 + width), dtype=np.int64)
     token_ids, positions = inputs[:sequences], inputs[sequences : 2 * sequences]
     tables = inputs[2 * sequences :].reshape(sequences, width)
@@ -84,7 +84,7 @@ def padded_inputs(
     for row, sequence in zip(tables, batch, strict=False):
         count = blocks_touched(sequence.end, block_tokens)
         row[:count] = sequence.pages[:count]
-        row[count:] = sequence.pages[0]  # padding is masked, but must be finite
+        row[count:] = sequence.pages[0]  # masked, but must be finite: repeat a page
     shortest = int(positions[:real].argmin())
     for each in (token_ids, positions, tables):
         each[real:] = each[shortest]
@@ -92,7 +92,7 @@ def padded_inputs(
 
 
 class StaticStep:
-    """A step of one shape: `sequences` sequences of at most `width` pages each."""
+    """A decode step of one shape: `sequences` sequences of at most `width` pages each."""
 
     def __init__(
         self,
@@ -106,11 +106,11 @@ class StaticStep:
         self.step: Step | None = None  # the recorded step; None: not recorded yet
         self._layout = layout
         self._attend = None if kernels is None else kernels.static(sequences, width)
-        # In the order of `padded_inputs`, so that one copy is enough.
+        # The result of `padded_inputs` on the device, so that one copy is enough.
         self.inputs = torch.zeros(sequences * (2 + width), dtype=torch.int64, device=device)
 
     def bring(self, inputs: NDArray[np.int64]) -> None:
-        """Copy the inputs to the device, before a replay."""
+        """Copy the result of `padded_inputs` to the device. Call it before each replay."""
         if self._attend is not None:
             tables = inputs[2 * self.sequences :].reshape(self.sequences, self.width)
             self._attend.refresh(tables, inputs[self.sequences : 2 * self.sequences] + 1)
@@ -118,7 +118,7 @@ class StaticStep:
         self.inputs.copy_(host.pin_memory() if self.inputs.is_cuda else host, non_blocking=True)
 
     def plan(self) -> StepPlan:
-        """The plan, computed from the static inputs by kernels only."""
+        """The plan of the step, which kernels compute from the static inputs in each replay."""
         sequences, layout = self.sequences, self._layout
         token_ids, positions, flat = self.inputs.split(
             [sequences, sequences, sequences * self.width]
@@ -159,7 +159,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, batch: Sequence[Work]) -> torch.Tensor | None:
-        """float32 [len(batch), vocabulary] on the device, until the next step; None: it failed."""
+        """float32 logits [len(batch), vocabulary], valid until the next step; None on failure."""
         block_tokens = self._memory.layout.block_tokens
         sequences = next(size for size in BATCHES if size >= len(batch))
         pages = max(blocks_touched(sequence.end, block_tokens) for sequence in batch)
@@ -178,7 +178,7 @@ class DecodeGraphs:
                     lambda: self._transformer.forward(static.plan(), None).float()
                 )
             return static.step()[: len(batch)]
-        except Exception as error:  # Catch all: without a graph, the ragged plan computes the step
+        except Exception as error:  # Catch all: the caller can compute the step without a graph
             log.warning("decode steps run without CUDA graphs, which is slower: %s", error)
             self._is_off = True
             self._recorded.clear()
@@ -192,7 +192,7 @@ class DecodeGraphs:
         return static
 
     def _entered(self, batch: Sequence[Work]) -> list[int]:
-        """Pages whose first token this step writes; cleared, because masked rows must be finite."""
+        """Pages to clear, because masked rows must be finite: the step writes their first token."""
         block_tokens = self._memory.layout.block_tokens
         return [
             sequence.pages[sequence.start // block_tokens]

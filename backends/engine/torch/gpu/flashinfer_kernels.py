@@ -1,12 +1,12 @@
-"""FlashInfer's attention kernels over the pages, which have its layout HND. Only this file imports
-it.
+"""FlashInfer's attention kernels. Our pages have its layout HND. Only this file imports FlashInfer.
 
-Written for the documented interface of 0.7 (BatchDecodeWithPagedKVCacheWrapper and
-BatchPrefillWithPagedKVCacheWrapper: plan with host arrays, then run once per layer). It has never
-run on a GPU, so paged_kernels.py tests it before use.
+Written for the documented interface of FlashInfer 0.7: BatchDecodeWithPagedKVCacheWrapper and
+BatchPrefillWithPagedKVCacheWrapper plan with host arrays, then run once per layer. This code has
+never run on a GPU, so paged_kernels.py tests it before use.
 
-A wrapper holds one plan at a time. Decode and prefill sequences of a step have a wrapper each.
-`_attend` plans again if the wrapper holds another plan, so layer-wise prompts may alternate.
+There is one wrapper for decode sequences and one for prefill sequences. A wrapper holds one plan at
+a time. `_attend` plans again if the wrapper holds another plan. This happens in layer-wise prefill,
+which alternates between the plans of several chunks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from backends.engine.torch.gpu.staging import Staging
 from mooncake_store.layout import KvLayout, blocks_touched
 
 WORKSPACE_BYTES = 128 * 2**20  # recommended by FlashInfer's documentation
-# Query heads per KV head from which tensor cores pay, according to its documentation.
+# Query heads per KV head from which FlashInfer's documentation recommends tensor cores.
 SHARED_FOR_TENSOR_CORES = 4
 
 
@@ -37,13 +37,13 @@ class FlashInferKernels:
         self._layout, self._heads, self._dtype, self._device = layout, heads, dtype, device
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._has_tensor_cores = heads // layout.kv_heads >= SHARED_FOR_TENSOR_CORES
-        self._wrappers = {  # whether the sequences are decode sequences -> wrapper
+        self._wrappers = {  # PagedSequences.is_decode -> wrapper
             True: self._package.BatchDecodeWithPagedKVCacheWrapper(
                 self._workspace, "HND", use_tensor_cores=self._has_tensor_cores
             ),
             False: self._package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"),
         }
-        # The same key -> the sequences whose plan the wrapper holds.
+        # PagedSequences.is_decode -> the sequences whose plan the wrapper holds; None: no plan.
         self._planned_for: dict[bool, PagedSequences | None] = {}
 
     def planned(self, sequences: PagedSequences, staging: Staging) -> Attend:
@@ -54,7 +54,7 @@ class FlashInferKernels:
     ) -> torch.Tensor:
         wrapper = self._wrappers[is_decode]
         if self._planned_for.get(is_decode) is not sequences:
-            self._planned_for[is_decode] = None  # in case the planning fails
+            self._planned_for[is_decode] = None  # if `plan` raises, the wrapper has no valid plan
             self.plan(wrapper, sequences)
             self._planned_for[is_decode] = sequences
         return _run(wrapper, pages, queries)
@@ -96,7 +96,7 @@ class FlashInferKernels:
 @dataclass(frozen=True, slots=True)
 class _FlashInferStatic:
     kernels: FlashInferKernels
-    wrapper: Any  # FlashInfer's, over static buffers
+    wrapper: Any  # FlashInfer's decode wrapper with static buffers
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
         counts = np.ones(len(contexts), dtype=np.int64)

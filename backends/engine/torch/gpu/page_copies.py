@@ -1,15 +1,14 @@
 """Copies between the pages of a GPU and their mirror in host memory, concurrent with the steps.
 
-Each direction has its own CUDA stream. Events order these streams and the computing stream, so each
-waits only for what it needs:
+Each direction has its own CUDA stream. CUDA events order these streams and the computing stream, so
+that work waits only for what it needs (A ──▶ B: B waits for A):
 
-    in:   the latest step that is queued completely ──event──▶ copies
-          copies ──event──▶ a step that reads or writes one of these pages; other steps do not wait
-    out:  computation so far ──event──▶ copies ──event──▶ the thread that reads the mirror
+    in    the latest completely queued step ──▶ copies ──▶ steps that read or write these pages
+    out   computation that is queued so far ──▶ copies ──▶ the thread that reads the mirror
 
-A step waits for all its pages, including pages that it only writes (`PagesArriving`). Reason: the
-copy into a page may be pending when the page's request ends, and the next request may compute in
-the page without importing anything.
+A step waits for copies into all its pages, including pages that it only writes (`PagesArriving`).
+Reason: a copy may be pending when its request ends. The next request of the page may compute in the
+page and import nothing.
 """
 
 from __future__ import annotations
@@ -27,33 +26,33 @@ PageCopy = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
 class Done:
-    """Copies; in this class they are done already."""
+    """Handle of copies. This base class is for copies that are done already."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the copies are done."""
 
     def hold(self) -> None:
-        """Let the calling thread's computing stream wait for the copies, from now on."""
+        """Make later work on the calling thread's computing stream wait for the copies."""
 
     def is_over(self) -> bool:
         return True
 
 
 class CopyQueue:
-    """Copies at once, without CUDA."""
+    """Copies synchronously, for devices without CUDA."""
 
     def bring(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy into pages, after the steps that are queued completely. From any thread."""
+        """Copy into pages, after all steps that are completely queued. Any thread."""
         for target, source in copies:
             target.copy_(source)
         return Done()
 
     def fetch(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy from pages, after all work queued on the computing stream. From any thread."""
+        """Copy from pages, after all work queued on the computing stream. Any thread."""
         return self.bring(copies)
 
     def step_is_begun(self) -> None:
-        """A whole step is queued on the computing stream. The engine's thread calls it."""
+        """Record that a step is completely queued. Only the engine's thread may call this."""
 
 
 class StreamQueue(CopyQueue):
@@ -100,16 +99,16 @@ class _StreamDone(Done):
 
 
 class PagesArriving:
-    """Pending copies into pages. A unit is a layer of a page. Thread-safe."""
+    """Tracks pending copies into pages. A *unit* is one layer of one page. Thread-safe."""
 
     def __init__(self, units: int) -> None:
         self._lock = threading.Lock()
-        self.tickets = np.zeros(units, dtype=np.int64)  # unit -> ticket of its last copy; 0: none
-        self._under_way: dict[int, Done] = {}
-        self._last = 0
+        self.tickets = np.zeros(units, dtype=np.int64)  # unit -> number of its last copy; 0: none
+        self._under_way: dict[int, Done] = {}  # number of a copy -> its handle
+        self._last = 0  # number of the last copy; numbers begin at 1
 
     def sent(self, units: NDArray[np.int64], done: Done) -> None:
-        """Record a copy into these units."""
+        """Record the copy `done` into these units."""
         with self._lock:
             over = [ticket for ticket, it in self._under_way.items() if it.is_over()]
             for ticket in over:
@@ -119,7 +118,8 @@ class PagesArriving:
             self.tickets[units] = self._last
 
     def hold(self, units: NDArray[np.int64]) -> None:
-        """Let the computing stream wait, once, for pending copies into these units."""
+        """Make the computing stream wait for pending copies into these units. The copies then count
+        as done, so that no step waits for them again."""
         if not self._under_way:
             return
         with self._lock:
@@ -130,7 +130,7 @@ class PagesArriving:
 
 
 def runs(pages: Sequence[int]) -> Iterator[slice]:
-    """Runs of consecutive pages, each of which needs only one copy."""
+    """Slices of consecutive page numbers, each of which one copy can move."""
     for _, numbered in groupby(enumerate(pages), lambda item: item[1] - item[0]):
         run = [page for _, page in numbered]
         yield slice(run[0], run[-1] + 1)

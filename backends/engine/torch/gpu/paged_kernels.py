@@ -1,15 +1,16 @@
 """Paged attention kernels of a GPU: selects kernels that read K and V in place.
 
-The first of these that passes a test is used:
+The first of these implementations that passes a test is used:
 
     flashinfer   if the package is installed (flashinfer_kernels.py)
-    torch        torch's variable-length flash attention with a block table (2.13 and newer), first
-                 without key starts; flash attention 2 needs pages of a multiple of 256 tokens
+    torch        torch's variable-length attention with a block table (torch 2.13 and newer), first
+                 without and then with *key starts*, the argument cu_seq_k. Flash attention 2 needs
+                 pages whose tokens are a multiple of 256
     none         the pages are gathered in each layer, for torch's attention (layers/)
 
-The test runs once, on a few small pages of the engine's shape, and compares with torch's plain
-attention: no library guarantees its supported shapes. All kernels need K and V in half precision.
-If a kernel fails later in a step, this is logged, the step uses `plain`, and later steps gather.
+The test runs once, on a few pages of the engine's shape. It compares with torch's plain attention,
+because no library guarantees which shapes it supports. All kernels need K and V in half precision.
+A kernel that fails in a later step is logged. That step uses `plain`, and later steps gather.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from mooncake_store.layout import blocks_touched
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
-TOLERANCE = 3e-2  # largest error of averages of numbers of size 1, in bfloat16
-TRIED_PAGES, TRIED_LAYERS = 4, 2
-PROBLEM_MAX = 160  # characters of an error text of torch
+TOLERANCE = 3e-2  # largest absolute error in the test, whose inputs are standard normal
+TRIED_PAGES, TRIED_LAYERS = 4, 2  # size of the test's memory
+PROBLEM_MAX = 160  # characters of a library's error text that are logged
 
 
-Known = Iterable[tuple[str, Callable[[], PagedKernels]]]
+Known = Iterable[tuple[str, Callable[[], PagedKernels]]]  # (name, maker) of implementations
 
 
 def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
-    """The best working kernels for these pages; None: not CUDA, or none works. Logs the choice."""
+    """The best working kernels for these pages; None: gather the pages. Logs the choice."""
     if memory.pool.device.type != "cuda":
         return None
     if memory.layout.kv_factor != 2 or memory.pool.dtype not in DTYPES:
@@ -61,18 +62,18 @@ def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
 
 
 def tried(makers: Known, memory: KvMemory, heads: int) -> Iterator[tuple[PagedKernels | None, str]]:
-    """Test each maker's kernels. Yields (kernels, "") or (None, problem)."""
+    """Make and test each implementation. Yields (kernels, "") or (None, problem)."""
     for name, make in makers:
         try:
             kernels = make()
             problem = wrong(kernels, memory, heads)
-        except Exception as error:  # Catch all: any driver error; try the next kernels
+        except Exception as error:  # Catch all: after any driver error, try the next kernels
             problem = f"{type(error).__name__}: {error}".splitlines()[0][:PROBLEM_MAX]
         yield (kernels, "") if problem is None else (None, f"{name}: {problem}")
 
 
 def known(memory: KvMemory, heads: int) -> Known:
-    """Makers of all kernels, the best first."""
+    """All implementations, the best first."""
     from backends.engine.torch.gpu.flashinfer_kernels import FlashInferKernels
 
     layout, pool = memory.layout, memory.pool
@@ -83,8 +84,8 @@ def known(memory: KvMemory, heads: int) -> Known:
 
 @torch.inference_mode()
 def wrong(kernels: PagedKernels, memory: KvMemory, heads: int) -> str | None:
-    """Test prefill, query tokens and a recorded step on a few pages. Returns the problem; None:
-    the kernels are right."""
+    """Test decode, prefill and a static decode step on a few pages. Returns the problem; None: the
+    results are right."""
     layout, device = memory.layout, memory.pool.device
     block_tokens = layout.block_tokens
     made = torch.Generator(device).manual_seed(1)
@@ -120,7 +121,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def plain(pages: torch.Tensor, sequences: PagedSequences, queries: torch.Tensor) -> torch.Tensor:
-    """Reference of an `Attend`: gathers the pages of each sequence for torch's attention."""
+    """Reference for an `Attend`: gathers the pages of each sequence for torch's attention."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     _, _, kv_heads, block_tokens, head_dim = pages.shape
     first = 0
@@ -139,8 +140,8 @@ def plain(pages: torch.Tensor, sequences: PagedSequences, queries: torch.Tensor)
 
 
 class VarlenKernels:
-    """torch.nn.attention.varlen, with or without the undocumented key starts of its C++ code. The
-    same object is the StaticAttend of every recorded step, because it has no state."""
+    """torch.nn.attention.varlen. `has_key_starts`: pass the key starts (cu_seq_k), too. The object
+    has no state, so it is also the StaticAttend of every recorded step."""
 
     def __init__(self, has_key_starts: bool) -> None:
         from torch.nn.attention.varlen import varlen_attn  # ImportError: torch is older than 2.10
@@ -165,7 +166,7 @@ class VarlenKernels:
         return self
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
-        """The kernel reads the static tensors themselves."""
+        """Does nothing, because the kernel reads the static tensors themselves."""
 
     def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> Attend:
         starts = torch.arange(len(tables) + 1, device=tables.device)
@@ -176,15 +177,14 @@ class VarlenKernels:
 class _VarlenAttend:
     attend: Callable[..., torch.Tensor]
     has_key_starts: bool
-    tables: torch.Tensor  # [sequences, pages]
-    contexts: torch.Tensor  # [sequences]
+    tables: torch.Tensor  # [sequences, pages] page numbers
+    contexts: torch.Tensor  # [sequences] tokens of each context
     starts: torch.Tensor  # [sequences + 1] each sequence's first query, then the number of queries
-    queries_max: int = 1  # of a sequence
-    # Tokens of the longest context. 0: of the longest that fits into the tables, which is computed
-    # from the size of the pages.
+    queries_max: int = 1  # largest number of queries of a sequence
+    # Tokens of the longest context; 0: the tokens for which `tables` has room.
     context_max: int = 0
-    # int32 forms of `tables`, `contexts` and `starts`, and the key starts; None before the first
-    # call, before which the tensors have no values.
+    # `tables`, `contexts` and `starts` as int32, and the key starts. None before the first call,
+    # because only then do the tensors have values.
     _arguments: tuple[torch.Tensor | None, ...] | None = None
 
     def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
@@ -200,8 +200,8 @@ class _VarlenAttend:
             key_starts,
             self.queries_max,
             self.context_max or self.tables.shape[1] * keys.shape[1],
-            # A causal mask is aligned to the last key of each sequence. A query token attends to
-            # all keys. Without a mask, the kernel can share K and V among the queries of a head.
+            # (-1, 0): a causal mask, aligned to the last key of each sequence. (-1, -1): no mask. A
+            # single query attends to all keys. Without a mask, heads can share the reads of K, V.
             window_size=(-1, -1) if self.queries_max == 1 else (-1, 0),
             enable_gqa=True,
             seqused_k=contexts,

@@ -1,4 +1,4 @@
-"""Interface of attention kernels that read pages in place."""
+"""Interface of GPU attention kernels that read pages in place."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PagedSequences:
-    """Sequences with concatenated queries. The queries of a sequence are its last tokens."""
+    """Sequences whose queries are concatenated. The queries of a sequence are its last tokens."""
 
-    counts: Integers  # [sequences] queries of each
-    contexts: Integers  # [sequences] tokens of each context, up to the last query
-    tables: Sequence[Integers]  # pages of each sequence's context
+    counts: Integers  # [sequences] number of queries of each sequence; >= 1
+    contexts: Integers  # [sequences] tokens of each sequence, including its queries
+    tables: Sequence[Integers]  # page numbers of each sequence's context
 
     @property
     def is_decode(self) -> bool:
         return int(self.counts.max()) == 1
 
     def padded(self) -> Integers:
-        """[sequences, pages of the longest]; padding is not read."""
+        """`tables` as one array [sequences, largest number of pages], padded with 0."""
         width = max(len(table) for table in self.tables)
         found = np.zeros((len(self.tables), width), dtype=np.int64)
         for row, table in zip(found, self.tables, strict=True):
@@ -36,29 +36,29 @@ class PagedSequences:
         return found
 
 
-# Attention of planned sequences in one layer. Arguments: pages [pages, 2, kv_heads, block_tokens,
-# head_dim] of the layer, and queries [all of the sequences, heads, head_dim]. Result: the shape of
-# the queries.
+# Attention of planned sequences in one layer. Arguments: the layer's KV [pages, 2, kv_heads,
+# block_tokens, head_dim] and the queries of all sequences [queries, heads, head_dim]. The result
+# has the shape of the queries.
 Attend = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedAttend:
-    """Sequences and their attention in any layer."""
+    """The attention of some sequences, for every layer."""
 
     attend: Attend
-    sequences: PagedSequences | None  # None: they are only in device memory
+    sequences: PagedSequences | None  # None: a recorded step, whose sequences are on the device
 
 
 class StaticAttend(Protocol):
-    """The attention of a recorded decode step, with static tables and contexts."""
+    """The attention of a recorded decode step, whose tables and contexts are static tensors."""
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
-        """Set tables [sequences, width] and contexts [sequences], before each replay."""
+        """Plan for tables [sequences, width] and contexts [sequences], before each replay."""
         ...
 
     def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> Attend:
-        """The attention over these static device tensors, for the recording."""
+        """The attention over these static device tensors, which the graph records."""
         ...
 
 
@@ -66,7 +66,7 @@ class PagedKernels(Protocol):
     name: str
 
     def planned(self, sequences: PagedSequences, staging: Staging) -> Attend:
-        """The attention of these sequences. Call it only after `staging` has been sent."""
+        """The attention of these sequences. Call the result only after `staging.send`."""
         ...
 
     def static(self, sequences: int, width: int) -> StaticAttend: ...
@@ -76,6 +76,6 @@ class PagedKernels(Protocol):
 class PagedPlan:
     """The attention of a step."""
 
-    decodes: PagedAttend | None  # of decode sequences
-    prefills: PagedAttend | None  # of prefill sequences
-    query_tokens: PagedAttend  # of the query tokens of all sequences
+    decodes: PagedAttend | None  # of sequences with one new token; None: there are none
+    prefills: PagedAttend | None  # of sequences with several new tokens; None: there are none
+    query_tokens: PagedAttend  # of the last token of every sequence

@@ -1,9 +1,9 @@
-"""Transfers of a step's inputs and results through pinned memory, with one copy in each direction.
+"""Transfers a step's inputs and results through pinned memory, with one copy in each direction.
 
 `.to(device)` would copy each tensor separately and synchronously, from memory that the driver has
-to pin first. Here all index arrays of a step are in one pinned buffer, and one asynchronous copy
-transfers them. Logits are copied into pinned memory, followed by an event. torch's allocator
-reuses pinned memory after the last copy from it.
+to pin first. Here all index arrays of a step are in one pinned buffer, which one asynchronous copy
+transfers. Logits are copied into pinned memory, and the thread waits for a CUDA event. torch's
+allocator reuses a pinned buffer only after the last copy from or to it.
 
 On a CPU there are no copies.
 """
@@ -16,17 +16,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-SLAB_INTEGERS = 64 * 1024  # most steps need one copy
+SLAB_INTEGERS = 64 * 1024  # size of a buffer (int64); most steps need one buffer
 
 
 class Staging:
-    """The index arrays of one step. Kernels after `send` may use the tensors that `put` returns."""
+    """The index arrays of one step. Tensors that `put` returns have values only after `send`."""
 
     def __init__(self, device: torch.device, is_direct: bool | None = None) -> None:
         self._device = device
         self._is_direct = device.type == "cpu" if is_direct is None else is_direct
-        self._slabs: list[tuple[torch.Tensor, torch.Tensor]] = []  # (host, device)
-        self._used = 0  # integers in the last slab
+        self._slabs: list[tuple[torch.Tensor, torch.Tensor]] = []  # (host, device) buffers
+        self._used = 0  # integers in the last buffer
 
     def put(self, array: NDArray[np.int64]) -> torch.Tensor:
         """The array as an int64 tensor on the device."""
@@ -61,7 +61,7 @@ class Staging:
 
 
 def fetched(tensor: torch.Tensor) -> NDArray[Any]:
-    """The tensor on the host. Waits for all earlier work of the stream."""
+    """The tensor in host memory. Waits for all earlier work on the current stream."""
     if not tensor.is_cuda:
         array: NDArray[Any] = tensor.numpy()
         return array
