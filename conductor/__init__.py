@@ -1,6 +1,6 @@
 """The conductor: routing, admission, and suggestions to copy hot prefixes.
 
-Pure: no clock, no I/O, no randomness. `Conductor` decides; `messages` has its inputs and outputs.
+No clock, no I/O, no randomness. `Conductor` decides; messages.py has its inputs and outputs.
 """
 
 from conductor.conductor import Conductor

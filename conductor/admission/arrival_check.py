@@ -11,12 +11,12 @@ check of decode load:
 
 `speed` is measured / estimated of the worker's steps, between 1 / RATIO_MAX and RATIO_MAX
 (measured.py). It is a mean over as many steps as a short answer has
-(backends/workers/step_times.py). The conductor uses such a mean too, because a refusal for a few
-slow steps would waste prefills. Requests that wait for their first step count in full. An empty
-worker accepts every request, since no other request is delayed.
+(backends/workers/step_times.py), because a refusal for a few slow steps would waste prefills.
+Requests that wait for their first step count in full. An empty worker accepts every request, since
+no other request is delayed.
 
 `retry_after_s` is the time until enough requests have left for the step to fit, if each generates
-all tokens it asked for. It is thus an upper bound, between RETRY_S_MIN and RETRY_S_MAX.
+max_tokens. It is thus an upper bound, kept between RETRY_S_MIN and RETRY_S_MAX.
 
 Not here: room (the worker checks it itself), the check before the prefill (admission.py).
 """
@@ -57,7 +57,7 @@ class DecodeRefusal:
 def refusal(
     there: BatchOnArrival, tokens: int, estimate: DecodeEstimate, tbt_slo_s: float
 ) -> DecodeRefusal | None:
-    """None: the request is accepted. `tokens`: its KV tokens; `tbt_slo_s` 0: no limit."""
+    """The refusal of a request with `tokens` KV tokens; None: accepted. `tbt_slo_s` 0: no limit."""
     assert tokens > 0 and tbt_slo_s >= 0, (tokens, tbt_slo_s)
     if tbt_slo_s == 0 or not there.sequences:
         return None
@@ -77,8 +77,8 @@ def refusal(
 def _steps_until_it_fits(
     there: BatchOnArrival, tokens: int, estimate: DecodeEstimate, limit_s: float
 ) -> float:
-    """Upper bound of the steps until enough requests have left; inf if even an empty worker would
-    be too slow."""
+    """Upper bound of the steps until enough requests have left. inf: the step with this request
+    alone exceeds the limit."""
     context_each = there.context_tokens / there.sequences  # the mean stands for each request
     for leaving, steps in enumerate(sorted(there.answers_left_tokens), 1):
         left = there.sequences - leaving

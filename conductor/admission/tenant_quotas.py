@@ -1,18 +1,19 @@
 """Sliding-window rate limits of tenants per minute, and limits of requests in flight.
 
     requests_per_minute     requests admitted within any 60 s
-    tokens_per_minute       their tokens: prompt and max_tokens at admission. Unused tokens are
-                            returned at the end, to the second of the admission.
+    tokens_per_minute       their tokens: prompt and max_tokens at admission. At the end of a
+                            request, its unused tokens are subtracted from the second of its
+                            admission.
     requests_in_flight_max  requests admitted and not ended, over all their attempts
 
 Each request carries its limits (messages.TenantLimits). Only the usage is stored here, so a change
-of limits needs no update. Usage is counted in whole seconds, and a request leaves the window
-together with its second. It therefore counts for up to 61 s, and no 60 s admit more than the limit.
-A request rejected for load or limits is not charged. A request that was read and is invalid, and a
-call that needs token ids only, is charged as one request.
+of limits needs no update. Usage is counted by whole seconds, each of which leaves the window as a
+whole. A request therefore counts for up to 61 s, and no 60 s admit more than the limit. A request
+rejected for load or limits is not charged. A request that is invalid, and a call that only
+tokenises (/tokenize), are charged as one request each.
 
-The limits are checked twice: on arrival, before the prompt is read, and at admission. Reading four
-megabytes takes seconds.
+The limits are checked twice: on arrival, because parsing a prompt of four megabytes takes seconds,
+and at admission, when the number of tokens is known.
 
 Each frontend sends its admissions and returned tokens to the others (notes.UsageNote). Requests in
 flight elsewhere are known from other notes (load/other_frontends.py). The limits therefore hold
@@ -33,7 +34,7 @@ from conductor.messages import Reject, Request, TenantLimits
 from conductor.notes import UsageNote
 
 WINDOW_S = 60
-TENANTS_MAX = 4_096  # beyond, the tenant with the oldest latest use is dropped
+TENANTS_MAX = 4_096  # above it, the counts of the least recently charged tenant are dropped
 IN_FLIGHT_RETRY_S = 1.0  # the end of a request in flight cannot be predicted
 ROUNDING_S = 0.01  # retry_after_s is sent with two decimals (backends/errors.py)
 
@@ -52,8 +53,8 @@ class UsageWindow:
         self._seconds: deque[_Second] = deque()  # ordered by time; at most WINDOW_S + 1 entries
 
     def add(self, at_s: float, requests: int, tokens: int, now_s: float) -> None:
-        """Add usage, or return it where negative, at a moment that may be in the past. Ignored if
-        that moment has left the window."""
+        """Add usage at a time that may be in the past; negative usage is returned. Nothing changes
+        if that time has left the window."""
         self._forget(now_s)
         second = math.floor(min(at_s, now_s))
         if second < math.floor(now_s) - WINDOW_S:
@@ -69,7 +70,7 @@ class UsageWindow:
         found.requests = max(0, found.requests + requests)
         left = found.tokens + tokens
         found.tokens = max(0, left)
-        # Notes with different delays can place a use one second beside its return.
+        # Notes with different delays can place a use one second before or after its return.
         for beside in self._seconds if left < 0 else ():
             if abs(beside.at_s - second) == 1:
                 taken = min(beside.tokens, -left)
@@ -81,7 +82,8 @@ class UsageWindow:
         return sum(s.requests for s in self._seconds), sum(s.tokens for s in self._seconds)
 
     def wait_s(self, now_s: float, requests: int, tokens: int) -> float:
-        """Seconds until so many requests and tokens have left the window; WINDOW_S if never."""
+        """Seconds until so many requests and tokens have left the window. WINDOW_S if the window
+        has fewer."""
         self._forget(now_s)
         for second in self._seconds:
             requests, tokens = requests - second.requests, tokens - second.tokens
@@ -117,8 +119,8 @@ class TenantQuotas:
         self._in_flight_of: Counter[str] = Counter()  # of `_admitted`, by tenant; no zero entries
 
     def rejection(self, request: Request, elsewhere: int, now_s: float) -> Reject | None:
-        """The rejection of one more request of this tenant, or None. `elsewhere`: its requests in
-        flight at other frontends."""
+        """The rejection of one more request of its tenant, or None. `elsewhere`: requests of the
+        tenant in flight at other frontends."""
         limits = request.limits
         if limits is None:
             return None
@@ -186,7 +188,7 @@ class TenantQuotas:
         return self._use(UsageNote(now_s, request.tenant, 1, tokens), now_s)
 
     def ended(self, request_id: str, tokens: int, now_s: float) -> UsageNote | None:
-        """Return the tokens that the request did not use; `tokens` counts prompt and answer. None
+        """End a request, and return its unused tokens. `tokens`: those of prompt and answer. None
         if there is nothing to return, or the admission has left the window."""
         known = self._leave(request_id)
         if known is None or tokens >= known.tokens or now_s - known.at_s > WINDOW_S + 1:
@@ -217,8 +219,8 @@ class TenantQuotas:
         return window
 
     def tick(self, now_s: float, held: Callable[[], Collection[str]]) -> None:
-        """Called about twice a second. Drops requests that are older than request_s_max and that
-        their frontend does not hold any more. `held` is called only if there are such requests."""
+        """Drop requests that are older than request_s_max and not in `held()`, the request ids that
+        this frontend still holds. `held` is called only if there are such old requests."""
         old = []
         for request_id, entry in self._admitted.items():  # oldest first
             if now_s - entry.at_s < self._request_s_max:

@@ -10,14 +10,14 @@ a fit, and extrapolation is safe:
 `new * (prefix + new / 2)` counts the (query, key) pairs of causal attention. Each new token attends
 to the whole prefix and, on average, to half of the new tokens. It is the quadratic term of Eq. 1 of
 the Mooncake paper with a = 2 (causal) instead of a = 4. The paper fits prefill offline on (length,
-prefix length). Its decode step is bound by reading weights (base) and KV (per_context_token), and
-its own figures imply a cost per sequence in addition.
+prefix length). The paper's decode step is bound by reading weights (base) and KV
+(per_context_token), and its figures imply a cost per sequence in addition.
 
 The fit minimises the *relative* error, sum(((estimate - y) / y)^2), so a 10 ms prompt weighs as
-much as a 10 s prompt. A sample that was slow by accident (a warm-up, a busy core) has a residual of
-at most 1. Coefficients are non-negative, because a negative one would predict a negative time
-somewhere. With three unknowns, the exact non-negative solution is the best of the seven ordinary
-least-squares fits over subsets of columns, so no iterative solver is needed.
+much as a 10 s prompt. A sample y that was slow by accident (a warm-up, a busy core) adds at most 1
+to this sum. Coefficients are non-negative, because a negative coefficient would predict a negative
+time somewhere. With three unknowns, the exact solution is the best of the non-negative ones among
+the seven least-squares fits over subsets of columns, so no iterative solver is needed.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class DecodeEstimate:
         return (self.base_s, self.per_sequence_s, self.per_context_token_s)
 
     def step_s(self, sequences: float, context_tokens: float) -> float:
-        """Seconds of one step, which generates one token for each sequence of the batch."""
+        """Seconds of one step, which generates one token for each sequence. `context_tokens`: of
+        all sequences."""
         return (
             self.base_s
             + self.per_sequence_s * sequences
@@ -121,7 +122,7 @@ class Fit(Generic[Estimate]):
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> Fit[PrefillEstimate]:
-    """Needs several lengths, some with a prefix; raises ValueError without a usable sample."""
+    """Samples should have several lengths, some with a prefix. ValueError: no usable sample."""
     usable = [s for s in samples if s.seconds > 0 and s.new_tokens > 0]
     rows = [
         (1.0, s.new_tokens, s.new_tokens * (s.prefix_tokens + s.new_tokens / 2)) for s in usable
@@ -131,7 +132,7 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> Fit[PrefillEstimate]:
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> Fit[DecodeEstimate]:
-    """Needs several batch sizes and context lengths; raises ValueError without a usable sample."""
+    """Samples should have several batch sizes and contexts. ValueError: no usable sample."""
     usable = [s for s in samples if s.seconds > 0 and s.sequences > 0]
     rows = [(1.0, s.sequences, s.context_tokens) for s in usable]
     weights, errors = _fit(rows, [s.seconds for s in usable])

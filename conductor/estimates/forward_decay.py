@@ -17,16 +17,16 @@ EXPONENT_FLOAT = 1000.0  # 2^1000 is still a float; a sum divided by it is 0
 
 
 class ForwardDecay:
-    """Weights of times; the first time that is passed is the origin."""
+    """Weights of times. The first time passed to `rescaled` is the first origin."""
 
     def __init__(self, half_life_s: float) -> None:
         assert half_life_s > 0, half_life_s
         self.half_life_s = half_life_s
-        self.began_s = math.inf  # first time that was passed
+        self.began_s = math.inf  # first time passed to `rescaled`; inf: none yet
         self._origin_s = math.inf
 
     def rescaled(self, now_s: float) -> float:
-        """Divisor of all sums before the next addition; mostly 1. Not 1: the origin has moved."""
+        """Divisor for all sums before the next addition. 1, unless the origin had to move."""
         if self.began_s == math.inf:
             self.began_s = self._origin_s = now_s
         exponent = (now_s - self._origin_s) / self.half_life_s
@@ -43,7 +43,7 @@ class ForwardDecay:
         return float(2.0 ** min(exponent, EXPONENT_FLOAT))
 
     def window_s(self, now_s: float) -> float:
-        """Seconds that a sum represents: a steady rate is sum / weight / window. 0 at the start."""
+        """Seconds that a sum represents: a rate is sum / weight / window_s. 0 at the start."""
         if self.began_s == math.inf:
             return 0.0
         faded = 2.0 ** max(-EXPONENT_FLOAT, (self.began_s - now_s) / self.half_life_s)

@@ -1,9 +1,9 @@
 """Kaplan-Meier survival curves of answer lengths, by class of prompt length and tenant.
 
 **Classes of prompt length.** A prompt of 100k tokens costs fifty times one of 2k. Long prompts are
-few, so statistics over all requests describe them badly. Shares, margins and output lengths are
-therefore kept for each class. The bounds are a factor of four apart, so work within an inner class
-differs by about that factor.
+few, so statistics over all requests describe them badly. Fair shares, TTFT margins and output
+lengths are therefore kept for each class. The bounds are a factor of four apart, so work within an
+inner class differs by about that factor.
 
 **Answers.** The distribution of each class is learned from finished answers. A class of answers is
 a class of prompt length and a tenant, because the tenant predicts the length of an answer best. For
@@ -11,19 +11,19 @@ each class there is a *survival curve*
 
     S(n) = share of answers with more than n tokens
 
-An answer with n tokens gets more than m further ones with probability S(n + m) / S(n). The future
+An answer with n tokens gets more than m further tokens with probability S(n + m) / S(n). The future
 load of a decode worker is computed from these probabilities (decode_forecast.py). For an answer of
-unknown age, the *residual* curve gives the same probability.
+unknown age, the *residual* curve gives the probability of more than m further tokens.
 
 Curves are products of the survival in each bucket of lengths (Kaplan-Meier):
 
     S(n) = product over the buckets up to n of (1 - ended there / reached it)
 
 An answer that was cut by its max_tokens *reached* that length and did not *end* there, so limits of
-clients are not taken for lengths of answers. Counts decay (forward_decay.py). Each class gets
-CLASS_PRIOR answers of all classes as a prior. All classes together get PRIOR answers of S(n) = 1 /
-(1 + n / expected) as a prior, whose median is `expected`. An answer longer than all known ones is
-thus expected to double its length.
+clients do not count as lengths of answers. Counts decay (forward_decay.py). As a prior, each class
+gets CLASS_PRIOR answers with the distribution over all classes. All classes together get PRIOR
+answers with S(n) = 1 / (1 + n / expected), whose median is `expected`. An answer longer than all
+known answers thus doubles its length with a probability of about one half.
 
 Buckets: two per octave, uniform inside. Curves are computed on demand, at most every CURVE_S.
 
@@ -51,7 +51,7 @@ def length_class(prompt_tokens: int) -> int:
 
 
 def class_name(number: int) -> str:
-    """Such as `4k-16k tokens`, for texts that people read."""
+    """The class as text, such as `4k-16k tokens`."""
     low, high = (0, *BOUNDS_TOKENS)[number], (*BOUNDS_TOKENS, 0)[number]
     if not low:
         return f"under {high // 1024}k tokens"
@@ -62,9 +62,9 @@ Vector = npt.NDArray[np.float64]
 
 EDGES: Vector = np.array([0.0, 1.0] + [f * 2.0**k for k in range(1, 18) for f in (1.0, 1.5)])
 BUCKETS = len(EDGES) - 1  # the last bucket has no upper bound
-CURVE_S = 1.0  # reuse time of a curve
+CURVE_S = 1.0  # seconds for which a computed curve is reused
 CLASS_PRIOR, PRIOR = 8.0, 8.0  # weights of the priors, in answers
-TENANTS_MAX = 64  # tenants with classes of their own; the others share those of tenant ""
+TENANTS_MAX = 64  # tenants with classes of their own; all other tenants count as tenant ""
 HALF_LIFE_S = 600.0  # decay of the counts
 LEAST = 1e-6  # lower bound of a curve, so that each ratio is defined
 
@@ -90,7 +90,7 @@ class OutputLengths:
         self._curves: dict[ClassKey | None, tuple[float, Vector]] = {}
 
     def class_of(self, prompt_tokens: int, tenant: str) -> ClassKey:
-        """The class of this request. A known tenant keeps its own class."""
+        """The class of a request. The first TENANTS_MAX tenants get classes of their own."""
         if tenant not in self._tenants:
             if len(self._tenants) >= TENANTS_MAX:
                 tenant = ""
@@ -147,8 +147,8 @@ def survival(ended: Vector, cut: Vector) -> Vector:
 
 
 def residual(curve: Vector) -> Vector:
-    """At each of EDGES, the share of answers, observed at a random moment, with more than so many
-    tokens left: the area under the curve from there / the whole area."""
+    """At each of EDGES: the share of answers with more tokens left than this edge, at a random
+    moment of decoding. It is the area under the curve beyond the edge / the whole area."""
     areas = (curve[1:] + curve[:-1]) / 2 * np.diff(EDGES)
     right = np.append(areas[::-1].cumsum()[::-1], 0.0)
     return np.asarray(right / right[0])

@@ -12,8 +12,8 @@ by a quantile of the recent `actual / predicted`, for each class of prompt lengt
 
     limit_s = ttft_slo_s / max(1, quantile of actual / predicted in this class)
 
-Each sample has the weight of its predicted seconds, samples decay with a half-life, and PRIOR_SHARE
-of the limit, in seconds, counts as predicted exactly.
+Each sample has its predicted seconds as weight, which decays with a half-life. As a prior,
+PRIOR_SHARE x ttft_slo_s seconds count as predicted exactly.
 
 docs/reference/conductor.md ("Measured against estimated") gives the reasons. Not here: fitting
 coefficients (estimates.py), the use of the limit (admission.py).
@@ -32,9 +32,9 @@ from conductor.estimates.lengths import CLASSES, length_class
 
 Column = npt.NDArray[np.float64]
 
-RATIO_MAX = 4.0  # a larger ratio means a wrong calibration
+RATIO_MAX = 4.0  # ratios are kept in 1 / RATIO_MAX .. RATIO_MAX; others mean a wrong calibration
 OUTLIER_MAX = 10.0  # bound of one measurement, in multiples of its estimate
-PRIOR = 0.5  # measured and estimated work that is added to both sums
+PRIOR = 0.5  # added to both sums, in their unit: seconds of prefills, or decode reports
 HALF_LIFE_S = 30.0
 
 
@@ -47,17 +47,17 @@ class SpeedRatio:
         self._at_s = -math.inf
 
     def learn(self, measured: float, estimated: float, now_s: float) -> None:
-        """Add work estimated as `estimated` that took `measured`, in the same unit."""
+        """Add a measurement and its estimate, both in the unit of the worker's sums."""
         if estimated <= 0 or measured < 0:
             return
         kept = self._kept(now_s)
         self._measured = self._measured * kept + min(measured, OUTLIER_MAX * estimated)
         self._estimated = self._estimated * kept + estimated
-        self._at_s = max(self._at_s, now_s)  # notes of other frontends arrive late
+        self._at_s = max(self._at_s, now_s)  # measurements in notes of other frontends are late
 
     @property
     def sums(self) -> tuple[float, float, float]:
-        """Measured, estimated, and the time of the last addition."""
+        """(measured, estimated, time of the last addition); the first two are as of that time."""
         return (self._measured, self._estimated, self._at_s)
 
     def at(self, now_s: float) -> float:
@@ -103,7 +103,7 @@ class RelativeErrors:
 STEPS_PER_OCTAVE = 8  # resolution of ratios: 9 %
 OCTAVES = 3  # highest ratio: 8; larger ratios count as 8
 RATIOS = 1 + STEPS_PER_OCTAVE * OCTAVES
-PRIOR_SHARE = 1.0  # prior as a share of the limit, in predicted seconds that count as exact
+PRIOR_SHARE = 1.0  # predicted seconds that count as exact / limit in seconds
 
 
 class Margin:
@@ -116,7 +116,7 @@ class Margin:
         self._ratios = [1.0] * CLASSES
 
     def learn(self, prompt_tokens: int, predicted_s: float, actual_s: float, now_s: float) -> None:
-        """Count a prediction of `predicted_s` to the first token, which took `actual_s`."""
+        """Count a first token that was predicted after `predicted_s` and came after `actual_s`."""
         if predicted_s <= 0 or actual_s < 0:
             return
         weight = self._weight(now_s)
@@ -127,7 +127,7 @@ class Margin:
         self._ratios[length] = self._quantile_of(self._seconds[length], weight * self._prior_s)
 
     def ratio(self, prompt_tokens: int) -> float:
-        """Actual / predicted that (1 - quantile) of the predicted seconds exceed; at least 1."""
+        """The quantile of actual / predicted in the class of this prompt length; 1 to 8."""
         return self._ratios[length_class(prompt_tokens)]
 
     def _quantile_of(self, seconds: list[float], exact_s: float) -> float:
@@ -145,7 +145,7 @@ class Margin:
         return self._decay.weight(now_s)
 
     def fade(self, now_s: float) -> None:
-        """Called about twice a second. Margins of classes without new samples decay."""
+        """Decay the margins of classes without new samples. To be called about twice a second."""
         weight = self._weight(now_s)
         for length, seconds in enumerate(self._seconds):
             if any(seconds):

@@ -2,20 +2,19 @@
 
 The stages of a pipeline group each hold a share of the layers. While the second stage computes the
 first chunk of a prompt, the first stage computes the second chunk. A stage begins a chunk when it
-has finished the previous one and has received the chunk. For equal stages, and chunks that take
-longer because of the tokens before them,
+has finished the previous chunk and has received the hidden states. If the stages are equal, and a
+chunk takes longer the more tokens precede it, the time is
 
     prefill = work + fill
-    work    the sum over all chunks of the slowest stage's time; then the next prompt may begin
-    fill    the other stages' time for the last chunk, and a hop to each of them
+    work    the slowest stage's time for all chunks; then the next prompt may begin
+    fill    the other stages' time for the last chunk, and the transfers of hidden states (hops)
 
 The queue in front of a request drains at the pace of `work`, since the fill of each prompt overlaps
 with the next prompt. A short prompt is one chunk, which the stages compute one after the other. It
 takes as long as on a worker with all layers, plus the hops.
 
-A partly filled last chunk counts as a full one, of the last `chunk_tokens` of the prompt: the full
-chunk before it keeps the other stages busy until then. A worker with all layers is a group of one,
-without any fill.
+A partly filled last chunk counts as a full chunk, because the full chunk before it keeps the other
+stages busy until then. A worker with all layers is a group of one, without any fill.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from conductor.estimates.estimates import PrefillEstimate
 class PipelineEstimate:
     slowest: PrefillEstimate  # the pipeline stage that sets the pace
     others: PrefillEstimate  # sum of the other pipeline stages
-    chunk_tokens: int  # of a step; 0: unknown, so a prompt is one chunk
+    chunk_tokens: int  # most new tokens of a chunk; 0: unknown, so a prompt is one chunk
     hops_s: float  # total time of passing hidden states between stages
 
     @classmethod
     def of(
         cls, stages: Sequence[PrefillEstimate], chunk_tokens: int = 0, hops_s: float = 0.0
     ) -> PipelineEstimate:
-        """At least one stage. The slowest stage is the one that is slowest without a prefix."""
+        """Of at least one stage. The slowest stage is that of the longest first chunk."""
         slowest = max(stages, key=partial(_chunk_s, chunk_tokens))
         sums = (sum(parts) for parts in zip(*(stage.coefficients for stage in stages), strict=True))
         others = (

@@ -1,20 +1,19 @@
 """Predicted batch of one decode worker: reservations reconciled with worker reports.
 
 A request is reserved from the moment it is routed. It is *coming* during its prefill, and then
-*joined*. A joined request is *fresh* until a report that must include it arrives. It is then
-*confirmed*. A report replaces the requests that it confirms:
+*joined*. A joined request is *fresh* until a report that must include it arrives, and then
+*confirmed*. The batch is predicted from these counts and the last report:
 
     joined now = unattributed + min(confirmed, reported) + fresh
 
 *Unattributed* requests are those in the report beyond the reservations. They are from another
 frontend, or from before a restart of the conductor. A fresh request may or may not be in a report.
-It is assumed to be, so that no request counts twice.
+The report is assumed to include it, so that no request counts twice.
 
-A report may also be older than a finish that is already known here. For that time, finished
-requests still count as reported ones, not as unattributed. Otherwise the next burst would find
-their slots taken. The `min` removes a finished request at once, and makes a lost finish
-harmless: the next report of an idle worker sets its count to zero. No worker thus stays full by
-mistake.
+A report may be older than a finish that is already known here. Recently finished requests are
+therefore subtracted from the report, so that they do not count as unattributed. Otherwise they
+would still seem to take their slots. The `min` limits the effect of a lost finish: the next report
+of an idle worker sets its load to zero, so no worker stays full by mistake.
 
 The load at a later moment is that of Mooncake, "Early Rejection Based on Prediction" (system
 level). Coming requests whose prefill ends before that moment are added. Requests that will have
@@ -35,12 +34,12 @@ from typing import NamedTuple
 from conductor.load.decode_forecast import DecodeForecast, ExpectedAnswer
 from mooncake_store.records.membership import WorkerReport
 
-GONE_S_MAX = 5.0  # longer than the delay of any report
+GONE_S_MAX = 5.0  # finished requests are kept this long; no report is delayed for longer
 
 
 class DecodeLoad(NamedTuple):
-    """Sequences, their KV tokens, and the pages that they hold or reserve. Counts of requests are
-    integers; forecasts are fractions."""
+    """Sequences, their KV tokens, and the pages that they hold or reserve. Reserved and reported
+    loads are integers, forecasts are fractions."""
 
     sequences: float = 0.0
     context_tokens: float = 0.0
@@ -58,10 +57,10 @@ class DecodeLoad(NamedTuple):
 @dataclass(slots=True)
 class DecodeReservation:
     load: DecodeLoad  # one sequence: KV tokens of the prompt, pages for it and the longest answer
-    prefill_end_s: float  # predicted, while coming
+    prefill_end_s: float  # time at which the request is predicted to join
     state: str = "coming"  # "coming" | "fresh" | "confirmed"
-    joined_at_s: float = 0.0
-    leave_s: float = 0.0  # predicted, once joined
+    joined_at_s: float = 0.0  # 0 while coming
+    leave_s: float = 0.0  # time at which it is predicted to finish; 0 while coming
 
 
 class DecodeBatch:
@@ -69,7 +68,7 @@ class DecodeBatch:
 
     def __init__(self) -> None:
         self._reservations: dict[str, DecodeReservation] = {}
-        self._fresh: dict[str, DecodeReservation] = {}  # few: joined since the last report
+        self._fresh: dict[str, DecodeReservation] = {}  # the reservations in state "fresh"
         # Sums over the reservations, by their state.
         self._tallies = dict.fromkeys(("coming", "fresh", "confirmed"), DecodeLoad(0, 0, 0))
         self._gone: deque[tuple[float, DecodeReservation]] = deque()  # (removed_s, reservation)
@@ -97,7 +96,7 @@ class DecodeBatch:
         answer: ExpectedAnswer | None = None,
         now_s: float = 0.0,
     ) -> None:
-        """Add a routed request, which joins when its prefill ends. `answer`: for the forecast."""
+        """Add a routed request, which joins at `prefill_end_s`. `answer`: for the forecast."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
         load = DecodeLoad(1, context_tokens, pages)
         self._reservations[request_id] = DecodeReservation(load, prefill_end_s)
@@ -108,7 +107,7 @@ class DecodeBatch:
             self._settle()
 
     def join(self, request_id: str, now_s: float, leave_s: float) -> None:
-        """The prefill has ended. Later reports of the worker may include the request."""
+        """Move a request from coming to fresh, because its prefill has ended. Idempotent."""
         reservation = self._reservations.get(request_id)
         if reservation is None or reservation.state != "coming":
             return
@@ -148,15 +147,15 @@ class DecodeBatch:
         return reservation
 
     def attribute(self) -> None:
-        """Reduce the unattributed requests: the last report may have counted a request that was
-        reserved or joined only now."""
+        """Reduce the unattributed requests, after the reservation or join of a request that the
+        last report may have counted."""
         self._unattributed = DecodeLoad(*map(min, self._beyond_ours(), self._unattributed))
         if self.forecast is not None:
             self._settle()
 
     def disown(self, request_id: str) -> None:
-        """Turn a reservation into unattributed load until the next report. Its frontend reports no
-        end of it."""
+        """Turn a reservation into unattributed load until the next report, because no note of its
+        end will arrive."""
         before = self.load_reserved()
         self._removed(request_id)
         removed = before.minus(*self.load_reserved())
@@ -180,7 +179,7 @@ class DecodeBatch:
         )
 
     def _settle(self) -> None:
-        """Update the forecast: the share of joined requests still there, and the unattributed."""
+        """Pass the forecast the share of joined requests still there, and the unattributed load."""
         assert self.forecast is not None
         confirmed, fresh = self._tallies["confirmed"].sequences, self._tallies["fresh"].sequences
         there = min(confirmed, self._reported.sequences) + fresh
@@ -197,7 +196,7 @@ class DecodeBatch:
         del entries[bisect_left(entries, entry)]
 
     def on_report(self, report: WorkerReport, now_s: float, report_lag_s: float) -> None:
-        """Replace the counts that the report must know; keep the reservations it cannot know."""
+        """Apply a report, which confirms the fresh requests that joined report_lag_s before it."""
         known = [r for r, c in self._fresh.items() if c.joined_at_s <= now_s - report_lag_s]
         for request_id in known:
             reservation = self._fresh.pop(request_id)
@@ -245,11 +244,11 @@ class DecodeBatch:
         arriving = _until(self._coming, at_s)  # without requests that join and leave before `at_s`
         arriving -= max(0, _until(self._coming, at_s - decode_s) - _until(self._coming, now_s))
         share = arriving / coming.sequences if coming.sequences else 0.0
-        # Each reported request has generated one token per step since the report.
+        # By `at_s`, each reported request has generated one token per step since the report.
         had_tokens = self._tokens_per_s * max(0.0, at_s - self._reported_at_s)
         grown = had_tokens * (now.sequences - self._tallies["fresh"].sequences)
-        # The number of requests is exact, but each counts as a mean one. Summing the individual
-        # requests would take a loop over all of them.
+        # The number of requests is exact, but each counts with the mean tokens and pages. Exact
+        # sums would take a loop over all requests.
         return DecodeLoad(
             now.sequences * staying + coming.sequences * share,
             (now.context_tokens + grown) * staying + coming.context_tokens * share,

@@ -1,9 +1,9 @@
 """The decode workers in columnar form: the step time with one more request, and room for it.
 
-All columns describe the *reserved* load (decode_batch.py): all requests that decode there or are on
-their way. The reserved load ranks the workers. A ranking by the current load would send a whole
-burst to one worker. A worker with room for the reserved load counts as having room under every
-policy but `predictive_lengths`. Only the other workers are checked one by one (routing.py).
+All columns describe the *reserved* load (decode_batch.py): all requests that decode there or are
+still in prefill. Workers are compared by this load, because a comparison by the current load would
+send a whole burst to one worker. A worker with room beside the reserved load counts as having room.
+The others are checked one by one, by the load that the admission policy predicts (routing.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class DecodePool(Pool):
         estimates = [worker.decode_estimate.coefficients for worker in self.workers]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
         self._sequences, self._context_tokens = self._zeros(), self._zeros()
-        # A step with one more prompt takes prompt tokens x _per_token_s + _step_s.
+        # A step with one more request takes (its prompt tokens) x _per_token_s + _step_s.
         self._per_token_s, self._step_s = self._zeros(), self._zeros()
         self._pages_free = self._zeros()  # -1 without a free slot: too few for any request
-        self.rank = self._zeros()  # among equals: fewest requests first, then the longest idle
-        self.least_step_s = 0.0  # least step of the last `costs_s`, without the hand-over
+        self.rank = self._zeros()  # among equal costs: fewest requests, then longest idle, is first
+        self.least_step_s = 0.0  # least step time in the last call of `costs_s`, in seconds
         self.loads = [DecodeLoad(0, 0, 0)] * count  # reserved load of each worker
 
     def refresh(self, worker: WorkerState) -> None:
@@ -59,8 +59,8 @@ class DecodePool(Pool):
         )
 
     def costs_s(self, path: Path, prompt_tokens: int, tokens: int) -> Column:
-        """Seconds per token at each worker: the step with this request, and the hand-over divided
-        by `tokens`."""
+        """Seconds per output token at each worker: the step with this request, and the hand-over
+        divided by `tokens`, the expected number of output tokens."""
         costs_s = self._per_token_s * prompt_tokens
         costs_s += self._step_s
         self.least_step_s = costs_s.item(costs_s.argmin())

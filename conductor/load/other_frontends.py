@@ -4,16 +4,17 @@ A request routed elsewhere is an in-flight request (cluster.py). Its predicted l
 its prefill worker, decode worker and sender, and reconciled with worker reports as usual. Two
 things differ:
 
-- Its note arrives late. A worker report may have counted it already, as *unattributed*. That much
-  unattributed work is then removed, so that the request does not count twice.
-- The note of its end may be lost. If a batch of a frontend's notes is missing, it is unknown which
-  of its requests ended, so the reservations of all of them are dropped. Their work becomes
-  unattributed until the next report of each worker, half a second later. Notes after the gap count
-  again. The same happens if a frontend falls silent, because it or the directory stopped. A
-  frontend that closes sends a last batch.
+- Its note arrives late. A worker report may have counted the request before, as *unattributed*: a
+  request that the worker has and no reservation explains. The unattributed work is then reduced, so
+  that the request does not count twice.
+- The note of its end may be lost. If a batch of a frontend's notes is missing, the ended requests
+  are unknown. The reservations of all requests of that frontend then become unattributed work,
+  until the next report of each worker, at most half a second later. Notes after the gap count
+  again. The same happens if no batch arrives for frontend_silent_s_max, because the frontend or the
+  directory stopped. A frontend that shuts down sends a last batch.
 
-Notes improve decisions, and no decision depends on them. Without them, the reserved work is that of
-this frontend and of the worker reports. A worker that gets more than it can hold refuses requests.
+Notes improve decisions, but no decision needs them. Without notes, a decision uses this frontend's
+reservations and the worker reports. A worker that receives more than it can hold refuses requests.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from conductor.load.cluster import Cluster
 from conductor.messages import Prediction, Request, Route
 from conductor.notes import EndedNote, NoteBatch, PrefilledNote, RoutedNote
 
-SMALL_TENANTS = "\0"  # sum of the tenants that a batch does not name
-FRONTENDS_MAX = 256  # beyond, the frontend that was silent for longest is dropped
+SMALL_TENANTS = "\0"  # name for the demand of all tenants that a batch does not name
+FRONTENDS_MAX = 256  # above it, the frontend that was silent for longest is dropped
 
 
 def _digest(frontend: str, key: bytes) -> bytes:
@@ -40,12 +41,11 @@ class _KnownFrontend:
     name: str
     number: int  # of its latest batch
     latest_batch_s: float
-    wanted_of: Mapping[str, float] = field(default_factory=dict)  # tenant -> its demand there
-    # Tenants of its requests in flight, by number of the routing.
-    tenants: dict[int, str] = field(default_factory=dict)
+    wanted_of: Mapping[str, float] = field(default_factory=dict)  # tenant -> prefill s per s
+    tenants: dict[int, str] = field(default_factory=dict)  # number of a request -> its tenant
 
     def request_id(self, number: int) -> str:
-        """The id of a request at this conductor, by the number of its routing."""
+        """The id under which this conductor reserves the request with this RoutedNote.number."""
         return f"{self.name}/{number}"
 
 
@@ -56,8 +56,7 @@ class OtherFrontends:
         self._cluster = cluster
         self._silence_s_max = silence_s_max
         self._known: dict[str, _KnownFrontend] = {}
-        # Demand of each tenant at all other frontends, in prefill seconds per second.
-        self.wanted_of: dict[str, float] = {}
+        self.wanted_of: dict[str, float] = {}  # tenant -> prefill s per s, over all other frontends
         self._in_flight_of: Counter[str] = Counter()  # requests by tenant; no zero entries
         self.batches_received = 0
         self.batches_missed = 0
@@ -81,13 +80,13 @@ class OtherFrontends:
                 self.wanted_of[tenant] = self.wanted_of.get(tenant, 0.0) + per_s
 
     def turn(self, own: str, key: bytes) -> int:
-        """Position of this frontend in the order in which all frontends may act on `key`; 0 acts.
+        """Position of this frontend in the order in which frontends may act on `key`; 0 is first.
         All frontends compute the same order, which differs between keys (rendezvous hashing)."""
         first = _digest(own, key)
         return sum(_digest(frontend, key) < first for frontend in self._known)
 
     def on_batch(self, batch: NoteBatch, now_s: float) -> bool:
-        """Apply a batch of notes. False if it is a duplicate or late, and thus ignored."""
+        """Apply a batch of notes. False if it is ignored, because it is a duplicate or late."""
         known = self._known.get(batch.frontend)
         if known is None:
             if len(self._known) >= FRONTENDS_MAX:
@@ -106,7 +105,7 @@ class OtherFrontends:
         rest = max(0.0, batch.wanted_per_s - sum(batch.wanted_of.values()))
         known.wanted_of = {**batch.wanted_of, SMALL_TENANTS: rest}
         self._sum_wanted()
-        offset_s = now_s - batch.sent_s  # from its clock to this one; assumes a delay of zero
+        offset_s = now_s - batch.sent_s  # sender's clock to this one; assumes no delay
         for routed in batch.routed:
             self._routed(known, routed, offset_s, now_s)
         for prefilled in batch.prefilled:
@@ -134,7 +133,7 @@ class OtherFrontends:
         prefill = self._cluster.workers.get(note.prefill)
         decode = self._cluster.workers.get(note.decode)
         if prefill is None or decode is None or note.number in known.tenants:
-            return  # without its workers there is nothing to reserve
+            return  # a worker is unknown here, or the note is a duplicate
         routed_at_s = min(now_s, note.at_s + offset_s)
         request_id = known.request_id(note.number)
         predicted = Prediction(
@@ -192,7 +191,7 @@ class OtherFrontends:
             self._cluster.learn_decode(routed, output_tokens, now_s)
 
     def _give_up(self, known: _KnownFrontend, now_s: float) -> None:
-        """Turn the requests of this frontend into unattributed work."""
+        """Turn the reservations of the frontend `known` into unattributed work."""
         for number in known.tenants:
             self._cluster.disown(known.request_id(number), now_s)
         self._forget_tenants(known.tenants.values())
@@ -210,7 +209,7 @@ class OtherFrontends:
         elsewhere = {name for name, routed in in_flight.items() if routed.is_elsewhere}
         known = self._known.values()
         announced = {each.request_id(number) for each in known for number in each.tenants}
-        # The cluster alone drops a request that is not finished for request_s_max.
+        # A request older than request_s_max leaves the cluster, but stays in `tenants`.
         assert elsewhere <= announced, "a request of an unknown frontend is reserved"
         tenants = Counter(tenant for each in known for tenant in each.tenants.values())
         assert self._in_flight_of == tenants, "in-flight requests of tenants are miscounted"

@@ -1,11 +1,13 @@
 """Pipeline groups: which prefill workers are the stages of one pipeline.
 
-Stage 0 represents its group. Only stage 0 is called, has the queue and the reservations, and is a
-candidate of a decision. The other stages are tracked for two reasons. A group takes no requests
-while a stage is missing, silent or draining. The estimate of the group needs the speed of each.
+Each stage of a group has a share of the model's layers. Only stage 0 is called, has the queue and
+the reservations, and is a candidate of a decision. The other stages are tracked because a group
+takes no requests while a stage is missing, silent or draining, and because the estimate of the
+group needs the speed of each stage.
 
 A group is complete if each of its stages is registered once, and if all have the same number of
-stages and the same fingerprint. Otherwise its stage 0 shows the reason and takes no requests.
+stages and the same fingerprint (of model and KV layout). Otherwise stage 0 takes no requests, and
+`WorkerState.broken` has the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from mooncake_store.records.membership import WorkerInfo
 
 
 def form_groups(workers: Iterable[WorkerState], config: ConductorConfig) -> None:
-    """Set the pipeline stages of each stage 0. `workers` has one incarnation of each name."""
+    """Set the stages and estimate of each stage 0. `workers`: one incarnation of each name."""
     groups: dict[str, dict[int, list[WorkerState]]] = {}
     for worker in workers:
         worker.leave_group()
@@ -36,7 +38,7 @@ def form_groups(workers: Iterable[WorkerState], config: ConductorConfig) -> None
 def _members(
     first: WorkerInfo, stages: dict[int, list[WorkerState]]
 ) -> tuple[tuple[WorkerState, ...], str]:
-    """All stages in order, or the reason why the group is incomplete."""
+    """(all stages in order, ""), or ((), the reason why the group is incomplete)."""
     members: list[WorkerState] = []
     for number in range(first.pipeline_stages):
         found = stages.get(number, [])

@@ -8,7 +8,7 @@ until its worker changes. `check` compares every row with its object.
 
 Two columns are cached, because computing them would cost as much as the decision:
 
-    takers   the workers that take requests; recomputed when a worker's state or time changes it
+    takers   the workers that take requests; recomputed when a state changes or a time limit ends
     ratio    speed ratios, which decay; recomputed with every tick, and for a measured worker
 """
 
@@ -31,18 +31,18 @@ Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-RATIO_FRESH_S = 2.0  # without a tick; in this time a ratio moves 4.5 % towards 1
-REQUESTS_RANK = 2.0**40  # one request outweighs the order of any two routings
+RATIO_FRESH_S = 2.0  # age at which ratios are recomputed; in this time they decay 4.5 % towards 1
+REQUESTS_RANK = 2.0**40  # weight of one request in a rank; above the number of any routing
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
     """Transfer times from one node to each worker of the pool: latency + blocks * block_s."""
 
-    both: npt.NDArray[np.float64]  # one matrix whose rows are the next two
+    both: npt.NDArray[np.float64]  # matrix whose two rows are block_s and latency_s
     block_s: Column
     latency_s: Column
-    own: Sequence[int]  # rows of the workers on that node; they rank one request ahead
+    own: Sequence[int]  # rows of the workers on that node; they rank as if with one request less
     address: int  # of the data of `both`
 
 
@@ -53,7 +53,7 @@ class Pool:
         self.config = config
         self.order = config.order
         self.workers: list[WorkerState] = []
-        self.version = 0  # unchanged as long as the columns are the same arrays
+        self.version = 0  # increases when columns become new arrays
 
     def build(
         self,
@@ -61,15 +61,15 @@ class Pool:
         is_in: Callable[[WorkerState], bool],
         tokens_max: Callable[[WorkerInfo], int],
     ) -> None:
-        """Build the columns for these workers. `is_in`: its node is up, and it is the newest
-        incarnation. `tokens_max`: the most tokens of one request that the empty worker can hold."""
+        """Build the columns. `is_in`: whether a worker's node is up, and the worker is the newest
+        incarnation. `tokens_max`: most tokens of one request that the empty worker can hold."""
         self.version += 1
         infos = [worker.info for worker in workers]
         for row, worker in enumerate(workers):
             worker.row = row
         self.workers = list(workers)
         self.rows = np.arange(len(workers))
-        # Constants, which must not be written:
+        # Constants, which must not be written. Decisions compare them by identity.
         self.zeros, self.none = self._zeros(), np.zeros(len(workers), np.int64)
         self.zeros_address, self.nowhere = self.zeros.ctypes.data, np.full(len(workers), -1)
         self.node_ids = [info.node_id for info in infos]
@@ -111,13 +111,12 @@ class Pool:
             self.refresh(worker)
 
     def _bound_paths(self, measured: Sequence[MeasuredPaths]) -> None:
-        """Whether the measured paths differ, and lower bounds of all transfers."""
+        """Compute whether the measured paths differ, and lower bounds of all transfers."""
         rates = {rate for paths in measured for rate in paths.rates}
         latencies_s = {latency_s for paths in measured for latency_s in paths.latencies_s}
         self._has_rates, self._has_latencies = bool(rates), bool(latencies_s)
         self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
-        # Lower bounds: no block arrives in less time from the worker's own node or from another
-        # node.
+        # Lower bounds of the time of one block, from the worker's own node and from another one.
         config = self.config
         own_rate = max([paths.own_rate for paths in measured], default=0.0)
         far_rate = max([paths.far_rate_max for paths in measured], default=0.0)
@@ -144,13 +143,13 @@ class Pool:
         raise NotImplementedError
 
     def reported(self, worker: WorkerState) -> None:
-        """The worker's reports, failures, draining or reachability changed."""
+        """Update the row after a change of the worker's reports, failures or reachability."""
         if worker.row >= 0:
             self._copy_report(worker)
             self.refresh(worker)
 
     def measured(self, worker: WorkerState, now_s: float) -> None:
-        """The speed ratio of the worker changed."""
+        """Update the row after a change of the worker's speed ratio."""
         if worker.row >= 0:
             self._learn(worker)
             self.ratio[worker.row] = worker.speed_ratio(now_s, self.config)
@@ -196,13 +195,13 @@ class Pool:
         return self._takers
 
     def count(self, mask: Mask) -> int:
-        """Number of workers in the mask. It is mostly the takers, so the last count is cached."""
+        """Number of workers in the mask. The last count is cached, since masks often repeat."""
         if mask is not self._counted[0]:
             self._counted = (mask, int(np.count_nonzero(mask)), mask.astype(np.float64))
         return self._counted[1]
 
     def mean(self, column: Column, mask: Mask) -> float:
-        """Mean over at least one worker. Summed in order, so that any numpy gives the same bits."""
+        """Mean over the mask's workers (at least one). Summed in order: same bits in any numpy."""
         count = self.count(mask)
         return float(np.add.accumulate(column * self._counted[2])[-1]) / count
 
@@ -268,7 +267,7 @@ class Pool:
             self._paths[node_id] = self._new_path(node_id)
 
     def routed(self, worker: WorkerState) -> float:
-        """Ranks workers by the number of their last routing; longest idle first."""
+        """Rank of the worker by its last routing; a worker without one, or long idle, is first."""
         return float(worker.routed_at) or self._unrouted[worker.row]
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:

@@ -1,27 +1,29 @@
 """Hot-prefix replication: decayed hit counts per block, and copies where hits per copy are high.
 
-Routing also spreads hot prefixes, because a fetch leaves a copy. But it fetches only once the
-workers near the only copy are too busy. This policy acts earlier. Each tick it compares the hottest
-blocks with their copies, and suggests one more copy where hits per copy reach a limit. The shell
-makes one copy after the other. A suggestion that was not carried out is repeated after
-replicate_s_max. This module never moves or removes copies. The store evicts cold copies.
+Routing also spreads hot prefixes, because a fetch leaves a copy. But a fetch is chosen only when
+the workers on the node of the only copy are too busy. This policy acts earlier. On each tick
+(`suggest`) it compares the hottest blocks with their copies, and suggests one more copy where hits
+per copy reach a limit. The frontend carries out one suggestion after another. A suggestion that was
+not carried out is repeated after replicate_s_max. The store evicts cold copies.
 
 **Counting.** A hit is a block that a routed request found at some node. Hits decay with a half-life
 (forward_decay.py), so each count is one number. Requests are noted in a list and counted on the
-tick, outside the critical path of a decision. Beyond hot_keys_max keys, the colder half is dropped.
+tick, outside the critical path of a decision. With more than hot_keys_max keys, the coldest are
+dropped until half of hot_keys_max is left.
 
-**Chains.** A block without the blocks before it is useless for a prefix match. A suggestion is
-therefore the missing rest of a whole prefix, in order, from a node that has all of it.
+**Chains.** A block without the blocks before it is useless for a prefix match. A suggestion thus
+has the first blocks of a prefix that the target lacks, in order. The source has the whole prefix.
 
 **Limits.** Blocks per tick, blocks in flight in total and to one target, and copies per block are
 bounded. A new node lacks every block and would be the target of every copy. Its limit therefore
 grows from an eighth to the whole (conductor/load/worker.py).
 
-**Turns.** Frontends that see the same hits would all suggest the same copy. Each prefix therefore
-orders the frontends. The first suggests at once, the second if it still wants the copy after
-`TURN_S`, and so on. This needs no messages, and a prefix that only one frontend sees is copied too.
+**Turns.** Frontends that count the same hits would all suggest the same copy. A hash therefore
+orders the frontends for each prefix. The first suggests the copy at once. The second suggests it
+after TURN_S if it is still missing, and so on. This needs no messages, and also works for a prefix
+that only one frontend receives.
 
-Not here: copying (the shell and mooncake_store), block locations (prefix_index).
+Not here: copying (backends/frontend and mooncake_store), block locations (prefix_index).
 """
 
 from __future__ import annotations
@@ -41,14 +43,14 @@ from mooncake_store.prefix_index.prefix_index import PrefixIndex
 NOTES_MAX = 1024  # requests noted between two ticks; a full list is counted at once
 KEYS_CONSIDERED_MAX = 128  # hottest keys compared per tick
 HEATS = (1, 2, 4, 8)  # lower bounds of the shown classes, in units of hot_hits_per_s
-KEYS_SHOWN_MAX = 2048  # hottest keys in these classes, so that counting takes at most 1 ms
+KEYS_SHOWN_MAX = 2048  # hottest keys counted in these classes, which takes at most 1 ms
 PREFIXES_MAX = 256  # recent prefixes, of which the hottest are shown
-TURN_S = 6.0  # longer than the 5 s after which the shell abandons a copy
+TURN_S = 6.0  # longer than the 5 s after which the frontend abandons a copy
 
 
 @dataclass(slots=True)
 class _Heat:
-    hits: float  # in units of the weight at the time of each hit
+    hits: float  # decayed number of hits x the current weight (forward_decay.py)
     parent: bytes | None  # block key of the block before it in its prefix
 
 
@@ -58,31 +60,31 @@ class Hotspots:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._heats: dict[bytes, _Heat] = {}
-        # Keys hot enough for another copy at their last hit; a tick compares only these. Rates only
-        # fall between hits, so no key is missed. Used as an ordered set.
+        # Keys that were hot enough for another copy at their last hit. A tick compares only these:
+        # rates fall between hits, so no other key can be hot enough. Used as an ordered set.
         self._warm: dict[bytes, None] = {}
         rounding = 1 - 1e-9
         self._warm_hits = rounding * config.hot_hits_per_s * config.hot_half_life_s / math.log(2.0)
         self._decay = ForwardDecay(config.hot_half_life_s)
-        self._notes: list[tuple[Sequence[bytes], int, float]] = []
-        self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> deadline
-        # Ends of recent prefixes, which include all hot ones. Used as an ordered set.
+        self._notes: list[tuple[Sequence[bytes], int, float]] = []  # (keys, hits, time) as noted
+        self._arriving: dict[tuple[str, bytes], float] = {}  # (target, key) -> deadline of the copy
+        # Last block of each recent prefix, oldest first. Used as an ordered set.
         self._latest: dict[bytes, None] = {}
-        self._wanted_s: dict[bytes, float] = {}  # since when each leaf wants a copy
+        self._wanted_s: dict[bytes, float] = {}  # key of `_leaves` -> since when it needs a copy
         self._joined_s: dict[str, float] = {}  # when each target joined; -inf: no warm-up
 
     def __len__(self) -> int:
         return len(self._heats)
 
     def note(self, block_keys: Sequence[bytes], blocks: int, now_s: float) -> None:
-        """The first `blocks` keys were hits. They are counted on the next tick."""
+        """Note that the first `blocks` keys were hits. They are counted on the next tick."""
         if blocks > 0:
             self._notes.append((block_keys, blocks, now_s))
             if len(self._notes) >= NOTES_MAX:
                 self._count()
 
     def arrived(self, keys: Iterable[bytes], node_id: str) -> None:
-        """Blocks arrived at a node, by any copy."""
+        """Blocks are now at this node, so copies of them to it are no longer in flight."""
         if self._arriving:
             for key in keys:
                 self._arriving.pop((node_id, key), None)
@@ -98,7 +100,7 @@ class Hotspots:
         turn: Callable[[bytes], int] = lambda key: 0,
     ) -> list[Replicate]:
         """Copies worth making now, hottest prefix first. `targets`: nodes that may receive copies.
-        `turn`: number of frontends before this one for the prefix with this first block key."""
+        `turn`: number of frontends before this one for the prefix with a given first block key."""
         self._count()
         self._arriving = {k: v for k, v in self._arriving.items() if v > now_s}
         nodes, found = self._with_room(sorted(targets), now_s), []
@@ -123,7 +125,7 @@ class Hotspots:
         return found
 
     def copies_by_heat(self, index: PrefixIndex, now_s: float) -> tuple[HeatClass, ...]:
-        """Classes of the hottest KEYS_SHOWN_MAX blocks, as of the last tick."""
+        """Classes of the hottest KEYS_SHOWN_MAX blocks, with the hits counted by the last tick."""
         limit = self._config.hot_hits_per_s / self._per_s(now_s)
         hits = [(self._heats[key].hits / limit, key) for key in self._warm if key in self._heats]
         blocks, copies = dict.fromkeys(HEATS, 0), dict.fromkeys(HEATS, 0)
@@ -149,7 +151,7 @@ class Hotspots:
         return found
 
     def _with_room(self, nodes: Sequence[str], now_s: float) -> dict[str, int]:
-        """How many blocks may be in flight to each node; the limit of a new node grows."""
+        """The number of blocks that may be in flight to each node. That of a new node grows."""
         config, whole = self._config, self._config.hot_target_blocks_max
         since_s = now_s if self._joined_s else -math.inf  # the first targets have no warm-up
         self._joined_s = {node: self._joined_s.get(node, since_s) for node in nodes}
@@ -159,7 +161,8 @@ class Hotspots:
         }
 
     def _leaves(self, index: PrefixIndex, now_s: float) -> list[tuple[float, bytes]]:
-        """The deepest blocks that need another copy. The blocks before them are copied too."""
+        """(hits per second, key) of blocks that need another copy, hottest first. A block whose
+        next block needs one too is not included, because it is copied with the next block."""
         config, per_s = self._config, self._per_s(now_s)
         rates = {key: self._heats[key].hits * per_s for key in self._warm if key in self._heats}
         self._warm = {key: None for key, rate in rates.items() if rate >= config.hot_hits_per_s}
@@ -175,7 +178,8 @@ class Hotspots:
     def _copy(
         self, index: PrefixIndex, nodes: Mapping[str, int], key: bytes, rate: float, left: int
     ) -> Replicate | None:
-        """The rest of this prefix, from a node that has all of it to the one that lacks least."""
+        """A copy of this prefix, from a node that has all of it to the node that lacks the fewest
+        blocks. None: no copy is needed or possible."""
         config, chain = self._config, self._chain(key)
         held = index.match(chain)
         sources = sorted(node for node, blocks in held.items() if blocks == len(chain))
@@ -196,7 +200,7 @@ class Hotspots:
         return Replicate(missing, sources[0], target, reason)
 
     def _expected(self, node_id: str, chain: Sequence[bytes], held: int) -> int:
-        """Leading blocks that the node has, including blocks in flight."""
+        """Leading blocks of the prefix that the node has, including blocks in flight."""
         while held < len(chain) and (node_id, chain[held]) in self._arriving:
             held += 1
         return held
@@ -243,7 +247,7 @@ class Hotspots:
         return self._decay.weight(at_s)
 
     def _per_s(self, now_s: float) -> float:
-        """Factor from a count to hits per second: ln 2 / half-life, at the current weight."""
+        """Hits per second / `_Heat.hits`: ln 2 / half-life, divided by the current weight."""
         return math.log(2.0) / self._config.hot_half_life_s / self._weight(now_s)
 
     def check(self) -> None:

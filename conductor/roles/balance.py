@@ -1,7 +1,7 @@
 """Role balance: the demand and the workers of both pools, as input of the role controller.
 
-The demand is the number of workers of each role that keeps both service levels. It is in workers
-of the existing pool, so that both roles compare:
+The demand is the number of fully used workers of each role that would keep both service levels. It
+is in workers of the existing pool, so that the roles can be compared:
 
     prefill   seconds of prefill requested per second
               + queued seconds / the TTFT limit: the queue should drain within that time
@@ -10,8 +10,8 @@ of the existing pool, so that both roles compare:
               requested  answers per second x mean tokens x step / that largest batch
 
 Slots and pages bound the largest batch too. The present load has the true lengths of answers. The
-requested load reacts earlier, before the prompts in a prefill queue reach decode. Rates decay with
-a half-life and start at zero, so a few prompts after a start are no load.
+requested load reacts earlier, before the prompts in a prefill queue reach decode. Rates are decayed
+sums that start at zero, so a few prompts after a start count little.
 
 Requests that this frontend rejected for load count, because one more worker would serve them.
 Rejections of other frontends are unknown.
@@ -32,8 +32,8 @@ from conductor.notes import NoteBatch
 from conductor.roles.controller import ROLES, RoleController, RolePool
 from mooncake_store.layout import blocks_touched
 
-# Longer than several of the longest prompts, which take seconds each. Shorter than the minutes for
-# which a change of the load must continue to be worth a flip.
+# Longer than several of the longest prompts, which take seconds each. Shorter than a change of the
+# load that is worth a flip, which takes minutes.
 HALF_LIFE_S = 15.0
 
 
@@ -43,8 +43,8 @@ class RoleDemand:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._decay = ForwardDecay(HALF_LIFE_S)
-        self._prefill_s = self._step_shares_s = 0.0  # decayed sums
-        self._ended = self._output_tokens = 0.0
+        self._prefill_s = self._step_shares_s = 0.0  # decayed sums of prefill time and `_token_s`
+        self._ended = self._output_tokens = 0.0  # decayed sums of ended answers and their tokens
 
     def asked(
         self, prefill_s: float, prompt_tokens: int, decode: WorkerState, now_s: float
@@ -88,7 +88,7 @@ class RoleDemand:
         return max(1.0, min(by_time, info.slots_max, info.pages_max / max(1, pages)))
 
     def prefills_wanted(self, workers: Sequence[WorkerState], now_s: float) -> float:
-        """Prefill workers that the load needs. `workers`: all of the role."""
+        """Number of prefill workers that the load needs. `workers`: all prefill workers."""
         queued_s = sum(
             worker.queue.work_s(now_s) * worker.speed_ratio(now_s, self._config)
             for worker in workers
@@ -106,7 +106,7 @@ class RoleDemand:
         assert min(*sums, self._output_tokens) >= 0.0, sums
 
     def _fullness(self, worker: WorkerState, now_s: float) -> float:
-        """Its batch / the largest batch that it may have."""
+        """The load of a decode worker / its limit, the highest of step time, slots and pages."""
         load, info = worker.batch.load_now(), worker.info
         if not load.sequences:
             return 0.0
@@ -121,7 +121,7 @@ class RoleDemand:
 
 
 class RoleBalance:
-    """Collects the state of the cluster and the demand at all frontends, and counts proposals."""
+    """Passes workers and demand of all frontends to the RoleController, and counts proposals."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -141,7 +141,7 @@ class RoleBalance:
                 self.demand.ended(ended.output_tokens, now_s)
 
     def propose(self, is_our_turn: bool, now_s: float) -> RoleFlip | None:
-        """A proposed flip, or None. All frontends accumulate the debt, also without their turn."""
+        """A proposed flip, or None. Also to be called with `is_our_turn` False (RoleController)."""
         draining = [
             worker
             for worker in self._cluster.workers.values()

@@ -1,29 +1,30 @@
 """Ski-rental controller of role flips: a flip is made once waiting has cost as much as the flip.
 
-With `p` prefill and `d` decode workers, the load lacks
+A flip changes a worker from prefill to decode or back. With `p` prefill and `d` decode workers, the
+load lacks this number of workers:
 
     short(p, d) = max(0, prefills wanted - LOAD_MAX x p) + max(0, decodes wanted - LOAD_MAX x d)
 
-workers. The best number of flips in one direction is the largest one at which each flip reduces
-this by at least GAIN_MIN workers. This gives hysteresis: the flip back would lose as much.
+Flips in one direction are worthwhile as long as each reduces `short` by at least GAIN_MIN. This
+gives hysteresis: the flip back would lose as much.
 
-The possible gain accumulates as a debt, in worker-seconds. While no gain is possible, the debt
-falls at the rate of one worker. A change of direction clears it. A flip has a price in
-worker-seconds: the worker takes no work while it drains, and starts empty in its new role. When the
-debt reaches the price of the cheapest worker, this worker flips, and the debt falls by its price.
-The cost of flips is thus at most the loss of waiting before them. In total it is at most twice the
-cost with knowledge of the future (the argument of ski rental).
+The possible reduction accumulates over time as a debt, in worker-seconds. While no flip is
+worthwhile, the debt falls by one worker-second per second. A change of direction clears the debt. A
+flip has a price in worker-seconds: the worker takes no work while it drains, and starts empty in
+its new role. When the debt reaches the price of the cheapest worker, this worker flips, and the
+debt falls by its price. The prices paid are thus at most the loss of waiting before. The total cost
+is at most twice the cost with knowledge of the future (the argument of ski rental).
 
 A flip never takes
 
 - the last worker of a role, or the last that can hold the longest requests of its role,
 - more than one in DRAINING_SHARE of a pool at a time,
 - a worker in warm-up (worker.py) or of a pipeline group,
-- any worker while one drains that this controller did not order, because an operator or another
-  frontend has started a change.
+- any worker while another one drains without an order of this controller. An operator or another
+  frontend has then started a change.
 
 Of several frontends one proposes (conductor.py). Not here: the demand (balance.py), the message to
-the worker (the shell).
+the worker (backends/frontend).
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ ROLES = tuple(OTHER_ROLE)
 LOAD_MAX = 0.85
 # In workers. Demand is as inexact as predictions, which are off by 10 to 20 %.
 GAIN_MIN = 0.5
-DRAINING_SHARE = 4  # a pool thus keeps three quarters of its workers
-# In addition to the drain: registration, first report and first requests.
+DRAINING_SHARE = 4  # a pool of four or more workers thus keeps at least three quarters of them
+# Seconds of a flip in addition to the drain: registration, first report and first requests.
 CHANGE_S = 2.0
-# Age at which an order to flip is ignored, if the worker has not flipped.
+# Age at which an order to flip is dropped, if the worker has not flipped by then.
 ORDER_S_MAX = 120.0
-# Age at which an order is ignored, if the worker still takes requests: it did not apply the order.
+# Age at which an order is dropped, if the worker still takes requests in its old role.
 ORDER_HEARD_S = 5.0
 DRY_RUN_S = 30.0  # between proposals in a dry run
 
@@ -58,8 +59,8 @@ DRY_RUN_S = 30.0  # between proposals in a dry run
 class RolePool:
     """The workers of a role, and the number that the load needs."""
 
-    takers: Sequence[WorkerState]
-    wanted: float
+    takers: Sequence[WorkerState]  # the workers of the role that take requests
+    wanted: float  # number that the demand needs at full utilisation, as a fraction
     joined_lately: frozenset[WorkerKey] = frozenset()  # in warm-up
 
 
@@ -72,10 +73,10 @@ class _Order:
 class RoleController:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
-        self._debt_s = 0.0  # accumulated gain of flips not made, in worker-seconds
-        self._towards = ""  # their new role; "" before the first
-        self._looked_s = math.inf
-        self._proposed_s = -math.inf
+        self._debt_s = 0.0  # accumulated gain of flips not made, in worker-seconds, >= 0
+        self._towards = ""  # new role of these flips; "" before the first
+        self._looked_s = math.inf  # time of the last call of `propose`; inf: none
+        self._proposed_s = -math.inf  # time of the last proposal
         self._orders: dict[WorkerKey, _Order] = {}
 
     def propose(
@@ -86,9 +87,9 @@ class RoleController:
         is_our_turn: bool,
         now_s: float,
     ) -> RoleFlip | None:
-        """Called about twice a second, also when no proposal is possible, because it accumulates
-        the debt. `draining`: workers that could flip and take no requests because they drain.
-        `decode_s`: mean decode time of a request."""
+        """A flip to order now, or None. To be called about twice a second, also without a turn to
+        propose, because each call adds to the debt. `draining`: workers that can flip and drain.
+        `decode_s`: mean decode time of a request in seconds."""
         passed_s, self._looked_s = max(0.0, now_s - self._looked_s), now_s
         taking = {worker.key for pool in pools.values() for worker in pool.takers}
         known = taking | {worker.key for worker in draining}
@@ -114,15 +115,15 @@ class RoleController:
         return self._cheapest(role, pools[OTHER_ROLE[role]], gain, decode_s, now_s)
 
     def _count(self, role: str, pool: RolePool) -> int:
-        """Workers that have the role, including ordered flips."""
+        """Number of workers of the role, as if the ordered flips were done."""
         coming = sum(order.role == role for order in self._orders.values())
         return coming + sum(worker.key not in self._orders for worker in pool.takers)
 
     def _cheapest(
         self, role: str, source: RolePool, gain: float, decode_s: float, now_s: float
     ) -> RoleFlip | None:
-        """The worker of the other role with the lowest price, if the debt covers it."""
-        is_dry = self._config.role_flips == "dry_run"  # also considers workers that cannot flip
+        """The flip of lowest price to `role`, if the debt covers its price."""
+        is_dry = self._config.role_flips == "dry_run"  # then workers that cannot flip count too
         staying = [worker for worker in source.takers if worker.key not in self._orders]
         changing = sum(order.role == role for order in self._orders.values())
         if len(staying) < 2 or changing >= max(1, (len(staying) + changing) // DRAINING_SHARE):
@@ -156,7 +157,7 @@ class RoleController:
 
 
 def short(wanted: Mapping[str, float], counts: Mapping[str, int]) -> float:
-    """Number of workers that the load lacks, as a fraction."""
+    """The number of workers that the load lacks; not an integer in general."""
     return sum(max(0.0, wanted[role] - LOAD_MAX * counts[role]) for role in wanted)
 
 
@@ -176,9 +177,9 @@ def best_flips(wanted: Mapping[str, float], counts: Mapping[str, int]) -> tuple[
 
 
 def price_s(worker: WorkerState, decode_s: float, now_s: float, config: ConductorConfig) -> float:
-    """Worker-seconds until the worker serves in its other role. For a prefill worker this is its
-    queue. For a decode worker it is the longest of n remaining answers. Their mean is `decode_s`,
-    so the mean of the longest is decode_s x (1 + 1/2 + ... + 1/n)."""
+    """Worker-seconds until the worker serves in its other role. A prefill worker first computes its
+    queue. A decode worker first finishes its n answers. Their mean remaining time is `decode_s`, so
+    the mean of the longest one is decode_s x (1 + 1/2 + ... + 1/n), if they are exponential."""
     ratio = worker.speed_ratio(now_s, config)
     if worker.info.role == "prefill":
         return CHANGE_S + ratio * worker.queue.work_s(now_s)
@@ -187,7 +188,7 @@ def price_s(worker: WorkerState, decode_s: float, now_s: float, config: Conducto
 
 
 def _is_only_one_as_large(worker: WorkerState, staying: Sequence[WorkerState]) -> bool:
-    """Whether no other worker of its role can hold the longest requests that this worker can."""
+    """Whether none of the other `staying` workers can hold all requests that this one can hold."""
     info = worker.info
     return not any(
         other is not worker

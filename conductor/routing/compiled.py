@@ -3,9 +3,8 @@
 fetching.py and routing.py define the same computation with numpy. Both give the same result to the
 last bit (tests/conductor/routing/test_compiled.py), because both apply the same operations to the
 same columns. The compiled code makes one pass instead of a hundred numpy calls. It reads the
-columns of the pools by address. The addresses are looked up again when a pool has new arrays
-(Pool.version). The output columns are read by `Options` like those of numpy, and are valid until
-the next decision.
+columns of the pools (load/pool.py) by address. The addresses are looked up again when a pool has
+new arrays (Pool.version). The output columns are valid until the next decision.
 
 Without a compiler there is no `CompiledDecision`, and numpy decides. Numpy also chooses the pair
 while workers warm up, and with the policy `random`.
@@ -44,7 +43,7 @@ class RouteQuery(NamedTuple):  # a frozen dataclass would take a microsecond lon
     usable: tuple[Mask, Mask]  # candidate prefill and decode workers, at least one of each
     loads: Loads | None  # the decode loads that admission assumes; None: the reserved loads
     order: QueueOrder  # gives the request its order key
-    ttft_limit_s: float  # pairs with a higher predicted TTFT are rejected later
+    ttft_limit_s: float  # admission rejects pairs with a higher predicted TTFT
     now_s: float
 
 
@@ -54,6 +53,7 @@ FETCHES = {"never": 0, "threshold": 1, "times": 2}
 NUMBER, REAL, ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 Array = npt.NDArray[Any]
 
+# The members of decision_t, by C type and in the order of native.c, which describes them.
 FLEET = {
     NUMBER: "prefills decodes has_groups has_one_block_size",
     ADDRESS: (
@@ -115,8 +115,8 @@ ASKED, SENDER, ANSWER = (
 )
 
 
-# The rows of the best pair, the mean work of a prefill worker and the pair's hand-over, then the
-# numbers of PrefillTerms. Without a wanted pair, only the mean work is valid.
+# Row of the prefill worker, row of the decode worker, mean work of a prefill worker (s), hand-over
+# of the pair (s), then the fields of PrefillTerms. Without a pair, only the mean work is valid.
 Answer = tuple[Any, ...]
 
 
@@ -160,7 +160,7 @@ class CompiledDecision:
         self._versions = (-1, -1)
         self._kept: dict[str, Array] = {}  # keeps the arrays behind the addresses alive
         self._is_prefill = self._is_decode = np.zeros(0, bool)
-        self._masks = (0, 0)  # their addresses
+        self._masks = (0, 0)  # addresses of these two masks
 
     def decide(
         self,
@@ -171,11 +171,9 @@ class CompiledDecision:
         spread: int,
         wants_pair: bool,
     ) -> Answer:
-        """Fill `terms`, `plans` and `has_room`, and find the best pair if it is wanted.
-
-        `may_join`: the candidate decode workers that did not refuse a request recently. `spread`:
-        the expected number of output tokens.
-        """
+        """Fill `terms`, `plans` and `has_room`. `wants_pair`: also find the best pair. `may_join`:
+        the candidate decode workers that did not refuse a request recently. `spread`: the expected
+        number of output tokens."""
         cluster = self._cluster
         prefills, decodes = cluster.prefills, cluster.decodes
         if (prefills.version, decodes.version) != self._versions:
@@ -225,7 +223,7 @@ class CompiledDecision:
         return ANSWER.unpack_from(self._arguments, ANSWER_AT)
 
     def _choose_after(self, row: int) -> None:
-        """Look up missing paths and retry. row >= 0: the path from that prefill worker's node."""
+        """Look up missing paths and retry. `row` >= 0: that prefill worker's node has no path."""
         while row >= 0:
             self._look_up_path(self._cluster.prefills.node_ids[row])
             row = self._choose_pair(self._address)

@@ -1,13 +1,14 @@
 """Prefix runs of each node: the leading blocks in DRAM, and the blocks after them on its SSD.
 
-A node with an SSD registers with the directory twice, as "s0" and as "s0/ssd"
+A *run* is the number of leading blocks of a prompt that a node holds without a gap. A node with an
+SSD registers with the directory twice, as "s0" and as "s0/ssd"
 (mooncake_store/records/membership.py). Directory events therefore name two holders, and each kind
 of memory has its own index here. DRAM evicts blocks from the end of a prefix. An SSD thus mostly
-holds the end of a run whose start is in DRAM, and its run is looked up where the DRAM run ends. A
-prefix that alternates between DRAM and SSD more than once is undercounted.
+holds the end of a run whose start is in DRAM, so the SSD's index is searched from the end of the
+DRAM run. A prefix that alternates between DRAM and SSD more than once is undercounted.
 
 A node counts as *full* from its first removed block on, until it goes down or a snapshot arrives.
-Each new block at a full node is assumed to evict another one.
+Each new block at a full node is assumed to evict another block.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from conductor.load.pool import Column, Pool
 from mooncake_store.prefix_index.prefix_index import FEW_BITS, PrefixIndex, Segment, numbers_in
 from mooncake_store.records.membership import SSD_SUFFIX
 
-SEGMENTS_MAX = 256  # cached columns; 8 KiB each for 1,000 workers
+SEGMENTS_MAX = 256  # cached columns per index; 8 KiB each for 1,000 workers
 
-# (blocks of the run, of these in DRAM, nodes with exactly this run)
+# (blocks of the run, number of these in DRAM, nodes with exactly this run)
 Group = tuple[int, int, Iterator[str]]
 
 
@@ -39,7 +40,7 @@ class Holdings:
         # Leading blocks at each worker's node: in DRAM only, and in DRAM plus SSD.
         self.dram_blocks: Column = pool.zeros
         self.blocks: Column = pool.zeros
-        self.longest = self.least = 0  # bounds of the runs of all workers' nodes
+        self.longest = self.least = 0  # upper, lower bound of the runs of the workers' nodes
         address = pool.zeros_address
         if self._in_dram:
             self.longest = self._in_dram[-1][0]
@@ -65,7 +66,7 @@ class Holdings:
                 self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0.0)
 
     def longest_holder(self) -> str:
-        """The first node of the first group. Not valid with SSD runs or without any run."""
+        """The first node of the first group. There must be a run, and none on an SSD."""
         bitmap = self._in_dram[-1][1]
         return self._tiers.dram.name((bitmap & -bitmap).bit_length() - 1)
 
@@ -80,8 +81,8 @@ class Holdings:
             deeper = bitmap
 
     def _all_groups(self) -> Iterator[Group]:
-        """`groups` with SSDs, unsorted. A node with blocks on its SSD is in two groups, because a
-        part of its run is a run too."""
+        """`groups` with SSDs, unsorted. A node with blocks on its SSD is in two groups: with its
+        DRAM run alone, and with its whole run."""
         dram, ssd, deeper = self._tiers.dram, self._tiers.ssd, 0
         exactly: dict[str, int] = {}
         for depth, bitmap in reversed(self._in_dram):
@@ -114,17 +115,17 @@ class _Nodes:
         self._index = index
         numbers = [index.number(node_id) for node_id in node_ids]
         self._numbers = np.array(numbers, np.int64)
-        # For each segment, the blocks of each node if the index had no other segment.
+        # For each segment (depth, nodes), the result of `blocks` for this segment alone.
         self._alone: dict[Segment, _Held] = {}
-        self._several = np.zeros(len(numbers))  # the next call of `blocks` overwrites it
+        self._several = np.zeros(len(numbers))  # result of `blocks` for several segments
         self._several_address = self._several.ctypes.data
         self._rows: dict[int, list[int]] = {}
         for row, number in enumerate(numbers):
             self._rows.setdefault(number, []).append(row)
 
     def blocks(self, found: Sequence[Segment]) -> _Held:
-        """Leading blocks at the node of each worker, for at least one segment from `find`.
-        Read-only, and valid until the next call."""
+        """Leading blocks at the node of each worker. `found`: result of the index's `find`, at
+        least one segment. The result must not be written, and is valid until the next call."""
         alone = self._of(found[0])
         if len(found) == 1:
             return alone
@@ -154,7 +155,7 @@ class _Nodes:
 
 
 class Tiers:
-    """The DRAM and the SSD index, updated by one stream of events."""
+    """The index of blocks in DRAM and that of blocks on SSDs, updated by one stream of events."""
 
     def __init__(self, dram: PrefixIndex) -> None:
         self.dram = dram
@@ -188,7 +189,7 @@ class Tiers:
         self._full_rows = None
 
     def full(self, pool: Pool) -> tuple[Column, int]:
-        """1 for each worker whose node's memory is full, else 0, and the address of that column.
+        """A column with 1 for each worker whose node is full, else 0, and the column's address.
         `pool.zeros` and 0 if no node is full."""
         if not self._full:
             return pool.zeros, 0
