@@ -1,17 +1,17 @@
 """A checkpoint's chat template: renders messages as the text of the prompt.
 
 Templates are Jinja programs written for transformers, so they get the same environment. The
-environment is sandboxed and immutable, trims block lines, and has the loop controls. Its helpers
-are `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
+environment is sandboxed and immutable, trims block lines, and has `break` and `continue`. Its
+helpers are `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
 
 A template reads the content of a message as a string, as a list of parts
 (`{% for part in message.content %}{{ part.text }}`), or as either. The wrong form loses the text
 without an error. So each template is tried once per role with a known word in both forms. If the
-template prints the word in the client's form, the content is not changed. Otherwise it is
-converted. If the template prints the word in neither form, a loop over `content` decides, as in
-vLLM.
+template prints the word in the client's form, the content is not changed. Otherwise the content is
+converted to the other form. A template that prints the word in neither form is assumed to read
+parts if it loops over `content`, and strings otherwise, as in vLLM.
 
-Not here: the file of the template (tokenizer.py), valid messages (frontend/request.py).
+Not here: reading the template's file (tokenizer.py), checking messages (frontend/request.py).
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backends.errors import ConfigError, InvalidRequest
 
-DEFAULT = "default"
-PROBE = "Mooncakeprobe"  # may be printed in any case
+DEFAULT = "default"  # name of the template that is used if there are several
+PROBE = "Mooncakeprobe"  # the known word; a template may print it in upper or lower case
+# A template that reads strings prints parts as a list, with quotes and the key "text".
 PRINTED_PARTS = re.compile(rf"""['"]text['"]:\s*['"]{PROBE}""", re.IGNORECASE)
 ROLES = ("system", "user", "assistant", "tool")  # other roles are tried as `user`
 Content = str | list[dict[str, str]]  # parts are {"type": "text", "text": ...}
@@ -49,7 +50,7 @@ class _Generation(Extension):
 
 
 def templates(written: Any) -> dict[str, str]:
-    """Name -> template, of a string or a list of {name, template}; else ConfigError. {}: none."""
+    """Templates by name, from one template or a list of {name, template}. Else ConfigError."""
     if not written:
         return {}
     if isinstance(written, str):
@@ -67,8 +68,8 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
 ) -> str:
-    """Render by the default or only template of `named`, which is not empty. Raises InvalidRequest
-    if there is no such template, or if it rejects the messages or prints nothing."""
+    """Render messages with the default template, or the only one, of `named` (not empty). Raises
+    InvalidRequest without such a template, or if it rejects the messages or prints no text."""
     if DEFAULT not in named and len(named) > 1:
         raise InvalidRequest(
             f"this checkpoint has the chat templates {', '.join(sorted(named))} but no default; "
@@ -127,7 +128,7 @@ def _has_text(content: Content) -> bool:
 def _forms(
     source: str, special_tokens: tuple[tuple[str, str], ...], role: str
 ) -> tuple[bool, bool]:
-    """Whether the template reads content of this role (as a string, as parts)."""
+    """(reads strings, reads parts): the forms of content that the template reads for this role."""
 
     def shows(content: Content) -> bool:
         message = {"role": role, "content": content}
@@ -154,7 +155,7 @@ def _loops_over_content(source: str) -> bool:
     """Whether the template loops over `message.content`, or over a name assigned from it."""
     tree = _compiled(source).environment.parse(source)
     names: set[str] = set()
-    for _ in tree.find_all(nodes.Assign):  # a chain of assigned names is at most that long
+    for _ in tree.find_all(nodes.Assign):  # each pass may find one more name of a chain
         names |= {
             each.target.name
             for each in tree.find_all(nodes.Assign)

@@ -1,16 +1,16 @@
 """Guided decoding: answers that follow a JSON schema, with llguidance.
 
-A compiled grammar is made from the schema and the tokenizer's vocabulary, and cached. Each process
-compiles its own, because a grammar cannot be sent. Requests with the same schema wait for the
-compilation; requests with another schema do not. The rejection of a schema is cached, too.
+A grammar is compiled from the schema and the tokenizer's vocabulary, and cached. Each process
+compiles its own grammars, because a compiled grammar cannot be sent. Requests with the same schema
+wait for one compilation; requests with other schemas do not. Rejections of schemas are cached, too.
 
 A `SchemaGuide` is the grammar matcher of one answer. Its state depends only on the tokens of the
-answer. So a worker that resumes an answer, as decode does after prefill, feeds these tokens into a
-new guide.
+answer. A worker that continues an answer, such as a decode worker after prefill, creates a new
+matcher and feeds these tokens into it.
 
-An end id is allowed only where the answer is complete, whichever end ids the request chose. Between
-two parts of an answer, one space, or a new line with its indentation, or nothing is allowed.
-Without this limit a small model may fill the rest of its context with white space.
+An end id is allowed only where the answer is complete. This holds for any end ids of a request.
+Between two parts of an answer, only one space, or one new line with indentation, or nothing is
+allowed. Otherwise a small model may fill the rest of its context with white space.
 
 llguidance is an optional extra (`guided`). Not here: schemas that are rejected before compilation
 (json_schema.py), sampling the tokens (engine/sampling.py).
@@ -39,13 +39,13 @@ from backends.text.schema_size import schema_nodes
 from backends.text.tokenizer import Tokenizer
 
 GRAMMARS_MAX = 64  # compiled grammars in the cache
-# Weights of all cached grammars in nodes (schema_size.py) of 8 KB: at most 160 MB in a process.
+# Sum of the weights of all cached grammars, in nodes of 8 KB (schema_size.py): 160 MB per process.
 GRAMMARS_NODES_MAX = 20_000
-# A weight is a grammar's nodes, plus NODES_OF_ONE, plus one for each BYTES_OF_NODE of its text.
+# A grammar's weight is its nodes, plus NODES_OF_ONE, plus one for each BYTES_OF_NODE of its text.
 NODES_OF_ONE, BYTES_OF_NODE = 64, 256
-STACK_BYTES = 256 * 2**20  # reserved; memory is used only for the depth of the schema
+STACK_BYTES = 256 * 2**20  # reserved address space; a schema uses memory only for its depth
 _STACK_SIZE = threading.Lock()  # threading.stack_size holds for all new threads of the process
-INDENTATION_MAX = 16
+INDENTATION_MAX = 16  # spaces and tabs after a new line
 MISSING = (
     "guided_json needs the package llguidance, which this server does not have: "
     f"{install_line('guided')}"
@@ -54,7 +54,7 @@ OPTIONS: dict[str, Any] = {
     "whitespace_pattern": rf"(\x20|\r?\n[\x20\t]{{0,{INDENTATION_MAX}}})",
     "coerce_one_of": False,
     "lenient": False,
-    # Without \\u, because "\\u0061" would be accepted as another property name than "a".
+    # Without \\u. Otherwise "\\u0061" would be accepted as a property name that differs from "a".
     "json_allowed_escapes": '"\\bfnrt',
 }
 
@@ -73,10 +73,10 @@ class SchemaGuide:
         self._is_over = False  # True after an end id
 
     def allowed(self) -> NDArray[np.bool_]:
-        """Whether each token id is allowed next.
+        """For each token id, whether it may be the next token.
 
-        Raises InvalidRequest if no token is, or if the matcher fails, as for a schema that proves
-        too large only during the answer.
+        Raises InvalidRequest if no token is allowed, or if the matcher fails, for example because
+        the schema's automata become too large during the answer.
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
@@ -91,8 +91,8 @@ class SchemaGuide:
         return allowed
 
     def advance(self, token_id: int) -> None:
-        """Feed the answer's next token into the matcher. Raises InvalidRequest if the grammar does
-        not allow the token, or if it follows an end id."""
+        """Feed the answer's next token into the matcher. Raises InvalidRequest if the token is not
+        allowed, or follows an end id."""
         if token_id in self._end_ids:
             self._is_over = True
         elif self._is_over or not self._matcher.consume_token(token_id):
@@ -101,7 +101,7 @@ class SchemaGuide:
 
 
 class _Vocabulary:
-    """The tokenizer in llguidance's form, with as many tokens as there are logits."""
+    """The tokenizer in llguidance's form. `tokens`: size of the vocabulary in the logits."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
         import llguidance
@@ -119,15 +119,15 @@ class _Vocabulary:
 class _Grammar:
     """The compiled grammar of one schema."""
 
-    matcher: Future[Any] = field(default_factory=Future)  # a matcher without tokens, or the error
-    nodes: int = NODES_OF_ONE  # its weight in the cache
+    matcher: Future[Any] = field(default_factory=Future)  # matcher before any token, or the error
+    nodes: int = NODES_OF_ONE  # weight in the cache
 
 
 class Guides:
     """The compiled grammars of one model. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocabulary_tokens: int) -> None:
-        """`tokenizer` is called for the first guided request only."""
+        """`tokenizer` loads the tokenizer. It is not called before the first guided request."""
         self._tokenizer = tokenizer
         self._tokens = vocabulary_tokens
         self._reading = threading.Lock()
@@ -136,9 +136,9 @@ class Guides:
         self._grammars: OrderedDict[bytes, _Grammar] = OrderedDict()  # digest -> grammar, LRU first
 
     def guide(self, schema: str, end_ids: Sequence[int], output_ids: Sequence[int]) -> SchemaGuide:
-        """A guide after these tokens of an answer. A new schema is compiled first: slow.
+        """The matcher of an answer after `output_ids`. Compiling a new schema may take a second.
 
-        Raises InvalidRequest for an unusable schema or token, without llguidance or an end token.
+        Raises InvalidRequest for an invalid schema or token, without llguidance or an end token.
         """
         if not is_installed():
             raise InvalidRequest(MISSING)
@@ -160,7 +160,7 @@ class Guides:
     def _compile(
         self, schema: str, digest: bytes, vocabulary: _Vocabulary, grammar: _Grammar
     ) -> None:
-        """Compile in a thread with a large stack.
+        """Compile in a thread with a large stack, and wait for the thread.
 
         The compiler recurses into all parts and references of a schema, and a stack overflow would
         kill the process. Errors other than InvalidRequest are not cached.
@@ -192,7 +192,7 @@ class Guides:
         thread.join()
 
     def _weigh(self, grammar: _Grammar, nodes: int) -> None:
-        """Set the grammar's weight, and evict the least recently used ones above the limits."""
+        """Set the grammar's weight, and evict least recently used grammars above the limits."""
         with self._lock:
             grammar.nodes = nodes
             total = sum(each.nodes for each in self._grammars.values())
@@ -223,14 +223,14 @@ class Guides:
 
 
 def _nodes_of(text: str) -> int:
-    """The weight of this schema's grammar in the cache; a rejected schema counts no nodes."""
+    """The weight of a schema's grammar in the cache. A rejected schema has no nodes."""
     schema, problems = read_schema(text)
     nodes = 0 if problems else schema_nodes(schema)
     return NODES_OF_ONE + nodes + len(text) // BYTES_OF_NODE
 
 
 def _error_at_first_tokens(matcher: Any) -> str:
-    """The error of a grammar at its first tokens, where some errors first appear; "" if valid."""
+    """The error of a grammar, or "". Some errors appear only after a first token, so try one."""
     probe = matcher if matcher.is_error() else matcher.deep_copy()
     if not probe.is_error():
         bits = np.frombuffer(probe.compute_bitmask(), np.uint8)
@@ -242,12 +242,12 @@ def _error_at_first_tokens(matcher: Any) -> str:
 
 @lru_cache(maxsize=4)
 def guides_of(tokenizer: Tokenizer) -> Guides:
-    """Guides of a tokenizer without a model, for the frontend's check of schemas."""
+    """Grammars for a tokenizer without a model, to check schemas in a frontend."""
     return Guides(lambda: tokenizer, tokenizer.vocabulary_tokens)
 
 
 def _first_line(error: str) -> str:
-    """The error's essential line, without states of the parser."""
+    """A short text for the client: llguidance's errors also list states of the parser."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     if not lines:
         return "no answer satisfies it"

@@ -1,20 +1,20 @@
 """Check of JSON schemas for guided decoding: every unsupported part, by its keyword.
 
-Ignoring a keyword would produce answers that do not validate. So every keyword that is not
-supported is rejected, also a misspelt one. Annotations and `x-...` (except `x-guidance`) have no
-effect and are accepted. Some schemas are rejected although the grammar (guides.py) accepts them,
-because its answers may not validate:
+Ignoring a keyword would produce answers that do not validate. So every unsupported keyword is
+rejected, also a misspelt one. Annotations and `x-...` keywords (except `x-guidance`) have no effect
+and are accepted. The grammar (guides.py) accepts the following, but its answers may not validate.
+They are therefore rejected here:
 
-* `minProperties` above both 1 and the number of `required`: other properties may occur twice;
+* `minProperties` above both 1 and the number of `required`: an answer may repeat a property;
 * `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in a validator's floats;
 * `prefixItems` in schemas of a draft before 2020-12, which does not define it;
-* in a schema with a `oneOf`, keywords that an older draft ignores: `const` before draft-06, and up
-  to draft-07 the keywords beside a `$ref`. Without a `oneOf`, following them does no harm;
-* schemas that take the compiler more than about a second (schema_size.py).
+* in a schema with a `oneOf`, keywords that its draft ignores: `const` before draft-06, and up to
+  draft-07 the keywords beside a `$ref`. A validator may then find two cases of the `oneOf` true.
+  Without a `oneOf`, the ignored keyword only narrows the answers.
 
-The grammar follows the newest draft. Older forms (`items` and `additionalItems` of tuples,
-`exclusiveMinimum` true) are translated. The compiler itself reports further errors (two types at
-once, look-ahead in a pattern).
+Schemas that compile for more than about a second are rejected, too (schema_size.py). The grammar
+follows the newest draft, and older forms (`items` and `additionalItems` of tuples,
+`exclusiveMinimum` true) are translated. The compiler reports further errors (look-ahead, say).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from typing import Any
 from backends.text.schema_size import size_problems, steps_of
 
 DEPTH_MAX = 60  # levels of nested objects and lists
-PROBLEMS_MAX = 5  # listed; further ones are counted
+PROBLEMS_MAX = 5  # listed problems of a schema; further problems are only counted
 ALIKE_MIN = 0.75  # similarity of a keyword that a message suggests, from 0 to 1
-MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder, and a million take seconds
+MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder; a million states take seconds
 DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
 OLDEST_DRAFT, NEWEST_DRAFT = DRAFTS[0], DRAFTS[-1]
 IGNORE_BESIDE_REF = DRAFTS[:3]
-BESIDE_REF = {"$ref", "$schema", "$defs", "definitions"}  # have the same meaning beside a $ref
+BESIDE_REF = {"$ref", "$schema", "$defs", "definitions"}  # allowed beside a $ref in every draft
 
 ANNOTATIONS = {
     "title",
@@ -65,7 +65,7 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:
-    """(schema, []) or ({}, problems)."""
+    """Parse and check a schema. Returns (schema, []) or ({}, problems)."""
     try:
         schema = json.loads(text, parse_constant=_no_number)
         json.dumps(schema, allow_nan=False)
@@ -86,7 +86,7 @@ def read_schema(text: str) -> tuple[dict[str, Any], list[str]]:
 def constraints_of(schema: Any) -> Any:
     """The schema for the grammar: in the newest draft, without keywords that constrain nothing.
 
-    The grammar rejects `uniqueItems` false, and has options of its own among the annotations.
+    The grammar would reject `uniqueItems` false, and would read some annotations as options.
     """
     if not isinstance(schema, dict):
         return schema
@@ -105,7 +105,7 @@ def constraints_of(schema: Any) -> Any:
 
 
 def _in_newest_draft(kept: dict[str, Any], is_tuple: bool) -> dict[str, Any]:
-    """Translate forms that only older drafts have."""
+    """Translate forms that only older drafts have, in place. `is_tuple`: `items` was a list."""
     rest = kept.pop("additionalItems", True)
     if is_tuple:
         kept["prefixItems"], kept["items"] = kept["items"], rest
@@ -125,7 +125,7 @@ def keywords_in(schema: Any) -> set[str]:
 
 
 def _parts(keyword: str, value: Any) -> list[tuple[Any, Any]]:
-    """(name or index, schema) of each schema in the value; the name is None for the whole value."""
+    """(name or index, schema) of each schema in the value; (None, value) if it is one schema."""
     if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
         return list(value.items())
     if keyword in SCHEMAS_IN_A_LIST | {"items"} and isinstance(value, list):
@@ -160,7 +160,7 @@ class _Walk:
     def __init__(self, whole: dict[str, Any]) -> None:
         self._places = set(_places(whole))
         self._has_cases = "oneOf" in keywords_in(whole)
-        self._multiple_of = 1  # least common multiple over all parts, which may hold for one number
+        self._multiple_of = 1  # least common multiple: all parts may hold for one number
         given = str(whole.get("$schema", NEWEST_DRAFT))
         self._draft = next((draft for draft in DRAFTS if draft in given), NEWEST_DRAFT)
 
@@ -217,7 +217,7 @@ class _Walk:
         return keyword == "const" and self._draft == OLDEST_DRAFT
 
     def _one_schema(self, keyword: str, value: Any) -> str:
-        """The problem of a keyword with one schema, which itself is checked as a part; or ""."""
+        """The problem of a keyword with one schema, or "". Problems in that schema do not count."""
         if self._draft != NEWEST_DRAFT:
             return ""
         if keyword == "additionalItems":
@@ -270,7 +270,7 @@ def _distinct(names: Any) -> int:
 
 
 def _control_characters(value: Any) -> str:
-    """The grammar allows no \\u escapes, so most control characters could not be written."""
+    """The problem of a value with control characters, or "": the grammar allows no \\u escapes."""
     is_good = not re.search(r"\\u00[01]", json.dumps(value, ensure_ascii=False))
     return "" if is_good else "control characters are not supported"
 

@@ -1,19 +1,19 @@
-"""Cost of compiling a schema's grammar: schemas that take more than about a second are rejected.
+"""Limits on a JSON schema, so that compiling its grammar takes at most about a second.
 
-A compilation cannot be stopped. Almost every schema that fits into a request takes milliseconds, or
-is rejected by the compiler itself. The exceptions are:
+A compilation cannot be stopped. Almost every schema that fits into a request compiles in
+milliseconds, or the compiler rejects it. The limits are for these exceptions:
 
-* patterns and formats that hold for one string together, through `allOf` or `$ref`: their automata
-  are multiplied, so each further one takes about three times as long;
+* several `pattern` and `format` that hold for one string, through `allOf` or `$ref`: the compiler
+  multiplies their automata, so each further one triples the time;
 * the names of one object: `patternProperties` are compared with each other and with `properties`;
 * nested parts and chains of references: the compiler recurses into all of them, and a stack
   overflow kills the process.
 
-Sums are upper bounds: parts of an `allOf` count as if the same strings were in all of them.
+The counts are upper bounds: all parts of an `allOf` count as if they constrained the same strings.
 
-The nodes of a schema measure the memory of its grammar: about 8 KB each. If several parts hold for
-one value, the compiler makes an object for each combination of their alternatives. Example: 30
-properties, each an `allOf` of three `anyOf` of four objects with a property, are 11,520 nodes.
+A grammar consists of nodes of about 8 KB. If several parts of a schema hold for one value, the
+compiler makes a node for each combination of their alternatives. Example: 30 properties, each an
+`allOf` of three `anyOf` of four objects with a property, are 11,520 nodes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-PATTERNS_TOGETHER_MAX = 8
-NAMES_COMPARED_MAX = 10_000
-NAMES_MAX = 1_000
-LEVELS_MAX = 150  # the compiler's stack overflows at 400 to 2,000 levels
+PATTERNS_TOGETHER_MAX = 8  # patterns and formats that may hold for one string
+NAMES_COMPARED_MAX = 10_000  # pairs of names and name patterns of one object
+NAMES_MAX = 1_000  # properties of one object
+LEVELS_MAX = 150  # nesting; the compiler's stack overflows at 400 to 2,000 levels
 NODES_MAX = 10_000  # nodes of one schema: at most 80 MB of grammar, and a quarter of a second
-NODES_COUNTED_MAX = 10**9  # larger counts are cut to this one
-BOUNDS = (
+NODES_COUNTED_MAX = 10**9  # larger counts of nodes are cut to this number
+BOUNDS = (  # keywords that are a node each
     "minimum",
     "maximum",
     "exclusiveMinimum",
@@ -43,18 +43,18 @@ BOUNDS = (
 
 
 class _Load(NamedTuple):
-    """Constraints on one value."""
+    """Number of constraints that may hold for one value."""
 
-    patterns: int = 0
-    name_patterns: int = 0
-    names: int = 0
+    patterns: int = 0  # `pattern` and `format`
+    name_patterns: int = 0  # entries of `patternProperties`
+    names: int = 0  # entries of `properties`
 
     def joined(self, other: _Load) -> _Load:
         return _Load(*(one + another for one, another in zip(self, other, strict=True)))
 
 
 class _Size(NamedTuple):
-    """Upper bounds of the constraints of a schema."""
+    """Upper bounds of the constraints in a schema."""
 
     here: _Load = _Load()  # on the value of the schema
     within: _Load = _Load()  # on any one value inside that value
@@ -67,11 +67,11 @@ NOTHING = _Size()
 
 
 class _TooLarge(Exception):
-    """The message names the keyword, its path and the limit."""
+    """A limit is exceeded. The message names the keyword, its path and the limit."""
 
 
 def size_problems(schema: dict[str, Any]) -> list[str]:
-    """The first problem with the size of a schema that has no other problems; [] if it has none."""
+    """[text of the first exceeded limit], or []. The schema must have no other problems."""
     try:
         _Sizes(schema).of(schema, "#")
     except _TooLarge as problem:
@@ -85,7 +85,7 @@ def size_problems(schema: dict[str, Any]) -> list[str]:
 
 
 def schema_nodes(schema: dict[str, Any]) -> int:
-    """Nodes of the grammar, at most NODES_COUNTED_MAX, of a schema within the other limits."""
+    """Number of grammar nodes, cut to NODES_COUNTED_MAX. The other limits must hold."""
     return _Nodes(schema).all()
 
 
@@ -96,7 +96,7 @@ class _Sizes:
         self._whole = whole
         self._targets: dict[str, _Size] = {}  # reference -> size; NOTHING during its visit
         self._heights: dict[str, int] = {}  # visited reference -> levels below it
-        self._level = self._deepest = 0
+        self._level = self._deepest = 0  # current level; deepest level of the visit so far
 
     def of(self, schema: Any, where: str) -> _Size:
         if not isinstance(schema, dict):
@@ -124,7 +124,7 @@ class _Sizes:
         return size
 
     def _parts(self, schema: dict[str, Any], where: str) -> Iterator[_Size]:
-        """Sizes of the parts that hold for the schema's own value."""
+        """Sizes of the parts that constrain the same value as the schema."""
         for index, part in enumerate(schema.get("allOf", [])):
             yield self.of(part, f"{where}/allOf/{index}")
         for keyword in ("anyOf", "oneOf"):
@@ -139,7 +139,7 @@ class _Sizes:
             yield self._target(schema["$ref"])
 
     def _target(self, reference: str) -> _Size:
-        """The size of a reference's target, visited once. Its depth counts on every path to it."""
+        """The size of a reference's target. It is visited once; its depth counts on every path."""
         if reference in self._targets:
             self._reach(self._level + self._heights.get(reference, 0), reference)
             return self._targets[reference]
@@ -157,7 +157,7 @@ class _Sizes:
         self._deepest = max(self._deepest, level)
 
     def _largest(self, parts: Iterable[tuple[Any, Any]], where: str) -> _Load:
-        """The largest load on any one of the values of these parts."""
+        """The largest load on any value in these parts."""
         sizes = [self.of(part, f"{where}/{name}") for name, part in parts]
         return _largest([load for size in sizes for load in size])
 
@@ -195,21 +195,21 @@ def _found(whole: dict[str, Any], reference: str) -> Any:
 class _Shape(NamedTuple):
     """The compiled form of a schema, or of several schemas that hold for one value."""
 
-    alternatives: int = 1
+    alternatives: int = 1  # number of alternatives, from anyOf and oneOf
     nodes: int = 0  # in all alternatives together
     children: Mapping[str, _Shape] = {}  # name -> upper bound over all alternatives
-    is_reference: bool = False  # True: only a $ref, which is one node until it is merged
+    is_reference: bool = False  # True: only a $ref, which is one node while it is not merged
 
     @property
     def counted(self) -> int:
-        """Nodes that it adds to its parent."""
+        """Nodes that this shape adds to its parent."""
         return 1 if self.is_reference else self.nodes
 
 
 class _Pairs:
     """Joins pairs of shapes, each pair once, because very many paths may lead to a pair.
 
-    A schema with more than NODES_MAX pairs is too large, so joins end early.
+    After NODES_MAX pairs the schema is too large in any case, and joins are no longer computed.
     """
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class _Pairs:
         return self._once("both", self._both, one, other)
 
     def either(self, one: _Shape, other: _Shape) -> _Shape:
-        """Either of them holds: an upper bound of both."""
+        """Either of the two holds: an upper bound of both."""
         return self._once("either", self._either, one, other)
 
     def _once(
@@ -268,8 +268,8 @@ class _Pairs:
 class _Nodes:
     """Counts the nodes of one schema.
 
-    A $ref alone is one node, and its target is counted once. If a $ref is merged with other parts,
-    the compiler copies its target.
+    A $ref without siblings is one node, and its target is counted once. If a $ref has siblings,
+    the compiler merges a copy of the target with them.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Incremental detokenisation: whole characters only, text is never revised, stop words are cut off.
+"""Incremental detokenisation: sends whole characters, never revises text, cuts off stop words.
 
 Detokenisation works on bytes. A token adds bytes (token_bytes.py), and stop words are matched in
 bytes (`StopWords`). A UTF-8 decoder turns the *released* bytes into characters. The decoder keeps
@@ -6,24 +6,23 @@ the bytes of an unfinished character, and turns invalid bytes into U+FFFD. Text 
 become a stop word is held back together with its tokens. So the text of an OutputDelta is always
 the text of its token ids, up to a stop word.
 
-The postprocessing model has no state. It receives an OutputDelta's ids with up to 16 `context_ids`
-before them, and `new_text` computes the same text. A token's bytes depend on this context at most,
-and the context's last three bytes show where an unfinished character begins.
+The postprocessing model has no state. It receives an OutputDelta's ids and up to 16 `context_ids`,
+the tokens before them, and `new_text` computes the same text: a token's bytes depend on no tokens
+before this context. The context's last three bytes show where an unfinished character begins.
 
-Stop words are matched with Aho-Corasick, at a constant cost per byte. A UTF-8 character never
-occurs inside another one, so matching bytes finds the same words as matching characters, wherever
-tokens begin. The word whose last byte comes first wins, whatever the size of the deltas. Of the
-words that end at the same byte, the longest wins.
+Stop words are matched with Aho-Corasick, at a constant cost per byte. Matching bytes finds the same
+words as matching characters, because a UTF-8 character never occurs inside another one. The word
+whose last byte comes first wins. Of the words that end at the same byte, the longest wins. The size
+of the deltas does not matter.
 
 Further rules:
 
-* special tokens, `end_ids` and ids outside the vocabulary have no text and are released in place;
-* the stop word itself is not sent. If it begins inside a token, that token is released, and
-  `cut_bytes` limits the text of the delta;
-* a stop word that is complete within the first `min_tokens` tokens does not stop. A stop word that
-  begins there and is complete later does, as in vLLM, so fewer than `min_tokens` may be shown;
-* the context is what precedes the first pushed token: the end of the prompt, or for a resumed
-  request also the output that the client has. A stop word never begins in the context.
+* Special tokens, `end_ids` and ids outside the vocabulary have no text. They keep their positions.
+* The stop word itself is not sent. If it begins inside a token, that token is released, and
+  `cut_bytes` limits the text of the delta.
+* A stop word that is complete within the first `min_tokens` tokens does not stop. A stop word that
+  begins there and is complete later does, as in vLLM, so fewer than `min_tokens` may be shown.
+* A stop word never begins in the context (the tokens before the first pushed token).
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class StopWords:
 
     def __init__(self, words: Sequence[str]) -> None:
         self._children: list[dict[int, int]] = [{}]  # of each state: next byte -> state
-        self._fallback = [0]  # of each state: the longest shorter state that is its suffix
-        self.depth_bytes = [0]  # of each state: bytes of its prefix, which must be held back
-        self.match_bytes = [0]  # of each state: bytes of the longest word it ends with; 0: none
+        self._fallback = [0]  # of each state: the longest proper suffix that is a state
+        self.depth_bytes = [0]  # of each state: length of its prefix, which must be held back
+        self.match_bytes = [0]  # of each state: length of the longest word it ends with; 0: none
         for word in words:
             assert word, "the frontend rejects empty stop words"
             self._add(word.encode())
@@ -97,10 +96,10 @@ class OutputDelta:
     """Tokens and text that may be sent now."""
 
     token_ids: Sequence[int]
-    text: str  # text of `token_ids`, up to `cut_bytes`
-    cut_bytes: int = -1  # UTF-8 bytes of the text to show; -1: all
+    text: str  # text of `token_ids`, cut to `cut_bytes`
+    cut_bytes: int = -1  # UTF-8 bytes to which `new_text` must cut its text; -1: all
     is_stopped: bool = False  # True: a stop word was found, and nothing follows
-    context_ids: Sequence[int] = ()  # the last tokens with text before token_ids; at most 16
+    context_ids: Sequence[int] = ()  # the last tokens with text before `token_ids`; at most 16
     logprobs: Sequence[TokenLogprobs] = ()  # one for each of token_ids, or empty
 
 
@@ -128,7 +127,7 @@ def new_text(
     is_final: bool,
     cut_bytes: int = -1,
 ) -> str:
-    """The text that `token_ids` add; `is_final`: no later token completes the last character."""
+    """The text that `token_ids` add. `is_final`: an unfinished last character becomes U+FFFD."""
     text = TextStream(tokenizer, context_ids).push(token_ids, is_last=is_final).text
     return text if cut_bytes < 0 else text.encode()[:cut_bytes].decode(errors="ignore")
 
@@ -154,8 +153,8 @@ class TextStream:
         self._free_tokens = min_tokens  # next tokens within which no stop word may end; <= 0: none
         self._held: deque[tuple[int, bytes]] = deque()  # (token id, its bytes) not yet released
         self._logprobs: deque[TokenLogprobs] = deque()  # one for each held token, or empty
-        self._pushed_bytes = 0
-        self._released_bytes = 0
+        self._pushed_bytes = 0  # of all pushed tokens
+        self._released_bytes = 0  # of all released tokens; <= _pushed_bytes
         self._stop_at_bytes = -1  # byte position at which the stop word begins; -1: none found
         self._is_finished = False
 
@@ -248,7 +247,7 @@ class TextStream:
         )
 
     def _limit_bytes(self) -> int:
-        """Byte position up to which text may be released: no stop word begins before it."""
+        """Byte position up to which text may be released: no stop word can begin before it."""
         if self.is_stopped:
             return self._stop_at_bytes
         if self._is_finished or self._words is None:
@@ -273,7 +272,7 @@ def _context(tokens: TokenBytes, token_ids: Sequence[int]) -> deque[int]:
 def _decoder_after(tokens: TokenBytes, context_ids: Iterable[int]) -> codecs.IncrementalDecoder:
     """A decoder that holds the bytes of the character that `context_ids` left unfinished.
 
-    The last three bytes suffice, because the first byte of a character is recognisable.
+    The last three bytes suffice: a character has at most four, and its first is recognisable.
     """
     ids = tuple(context_ids)
     tail = b""

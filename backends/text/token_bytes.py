@@ -5,14 +5,14 @@ context. There are two kinds of tokenizer:
 
 * *byte-level* (GPT-2, Llama 3, Qwen, DeepSeek, the demo): a token is a fixed string of bytes, and a
   character may be spread over several tokens;
-* *any other* (SentencePiece with byte fallback or Metaspace, WordPiece): a token's bytes are the
-  difference that it makes to the decoded text of the `CONTEXT_TOKENS` before it. Byte-fallback
-  tokens are single bytes. The library decodes a run of them as a whole, so one invalid byte would
+* *any other* (SentencePiece with byte fallback or Metaspace, WordPiece): a token's bytes are what
+  it adds to the decoded text of the `CONTEXT_TOKENS` before it. A byte-fallback token is taken as
+  its single byte. The library decodes a run of such tokens as a whole, so one invalid byte would
   turn characters that are already streamed into U+FFFD.
 
 Special tokens and ids outside the vocabulary have no text and do not count as context. Both kinds
-agree with Tokenizer.decode on valid UTF-8. For invalid bytes, the byte-fallback kind has one U+FFFD
-for each incomplete character (as Unicode recommends), and the library one for every byte.
+agree with Tokenizer.decode on valid UTF-8. For invalid bytes of byte-fallback tokens, the streamed
+text has one U+FFFD per incomplete character, as Unicode recommends; the library has one per byte.
 
 Not here: making characters out of bytes, stop words (text_stream.py).
 """
@@ -28,9 +28,9 @@ from typing import Any
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-CONTEXT_TOKENS = 16
+CONTEXT_TOKENS = 16  # tokens with text before a token on which its bytes may depend
 REPLACEMENT = "\ufffd"
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte-fallback token
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
@@ -44,11 +44,11 @@ def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
 
 
 class TokenBytes(ABC):
-    """Thread-safe. What depends on the token alone is cached."""
+    """Thread-safe: all state after the construction is a cache by token id."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        # Decoding shows which tokens are special: the library also skips tokens without the flag.
+        # Decode each token to see whether it is special: the library also skips unflagged tokens.
         self._special_ids = {
             token_id
             for token_id in backend.get_added_tokens_decoder()
@@ -62,7 +62,7 @@ class TokenBytes(ABC):
         """The bytes of a token after `context_ids`. The token and its context have text."""
 
     def ending(self, context_ids: Sequence[int]) -> bytes:
-        """The bytes to add at the end of the output: those that `of` held back."""
+        """The bytes that `of` held back; they are added at the end of the output."""
         return b""
 
     def has_text(self, token_id: int) -> bool:
@@ -70,7 +70,7 @@ class TokenBytes(ABC):
         return self.token(token_id) is not None
 
     def token(self, token_id: int) -> str | None:
-        """The token of an id; None for a token without text."""
+        """The string of a token; None for a token without text."""
         try:
             return self._token_by_id[token_id]
         except KeyError:
@@ -81,7 +81,7 @@ class TokenBytes(ABC):
 
 
 class ByteLevelTokens(TokenBytes):
-    """Each character of a token stands for one byte."""
+    """Tokens of a byte-level tokenizer: each character of a token stands for one byte."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         super().__init__(backend)
@@ -101,15 +101,15 @@ class ByteLevelTokens(TokenBytes):
 
 
 class ContextTokens(TokenBytes):
-    """A token's bytes are what the decoded text gains by the token."""
+    """Tokens of any other tokenizer: a token's bytes are what it adds to the decoded text."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, has_byte_tokens: bool, splits_characters: bool
     ) -> None:
         super().__init__(backend)
         self._has_byte_tokens = has_byte_tokens
-        # With a byte-level decoder among others, the first tokens of a character that has several
-        # tokens decode to U+FFFD.
+        # With a byte-level decoder among others, a character may have several tokens. All but the
+        # last of these decode to U+FFFD.
         self._splits_characters = splits_characters
 
     def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
@@ -124,7 +124,7 @@ class ContextTokens(TokenBytes):
         return self._decode(context)[len(self._settled(context)) :].encode()
 
     def _settled(self, token_ids: list[int]) -> str:
-        """The text without the end that the next token may still change."""
+        """The decoded text without a U+FFFD at the end, which the next token may change."""
         text = self._decode(token_ids)
         return text.rstrip(REPLACEMENT) if self._splits_characters else text
 
@@ -133,7 +133,7 @@ class ContextTokens(TokenBytes):
 
 
 def _stages(decoder: Any) -> list[str]:
-    """Types of the decoder's parts."""
+    """Types of the steps of a decoder, which is given as in tokenizer.json."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":
@@ -142,7 +142,7 @@ def _stages(decoder: Any) -> list[str]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others follow from U+0100 on."""
+    """GPT-2's byte alphabet. Printable bytes are themselves, the others are U+0100, U+0101, ..."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (value for value in range(256) if value not in printable)
     found = {chr(value): value for value in printable}

@@ -4,17 +4,17 @@ The files of a Hugging Face folder are read with the `tokenizers` library alone,
 transformers takes seconds in every process. The rules of transformers 5 beyond tokenizer.json are
 implemented here:
 
-* tokens listed only in tokenizer_config.json or added_tokens.json are added;
-* the named tokens (bos, eos, ...) become special even without that flag in tokenizer.json, except
-  for added tokens of tokenizer.json that a given added_tokens_decoder lacks;
-* truncation and padding that a training script left in the file are switched off;
+* Tokens that only tokenizer_config.json or added_tokens.json lists are added.
+* The named tokens (bos, eos, ...) become special, also without that flag in tokenizer.json.
+  Exception: added tokens of tokenizer.json that are missing in an existing added_tokens_decoder.
+* Truncation and padding that a training script left in the file are switched off.
 * tokenizer.json decides whether a BOS is added. `add_bos_token` is ignored, unlike in
   transformers 4.
 
-End tokens are eos_token_id of generation_config.json (without one there, of config.json) and the
-tokenizer's own eos_token, as in vLLM. `clean_up_tokenization_spaces` is ignored, because it would
-change text that has been streamed already. Not here: streaming text (text_stream.py), the chat
-template's environment (chat_template.py).
+End tokens are, as in vLLM, the tokenizer's eos_token and the eos_token_id of generation_config.json
+(if it has none, of config.json). `clean_up_tokenization_spaces` is ignored, because it would change
+text that has been streamed already. Not here: streaming text (text_stream.py), the chat template's
+environment (chat_template.py).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json") | _template_file(folder)
         if not config.get(EXTRA_TOKENS) and OLDER_EXTRA_TOKENS in config:
             config[EXTRA_TOKENS] = config.pop(OLDER_EXTRA_TOKENS)
-        if config.get("added_tokens_decoder") is None:  # as transformers, read the older files
+        if config.get("added_tokens_decoder") is None:  # read the older files, as transformers does
             config = _with_older_names(config, _read_json(folder / "special_tokens_map.json"))
             added_tokens = _read_json(folder / "added_tokens.json")
             config["added_tokens_decoder"] = _older_table(config, added_tokens, backend)
@@ -92,15 +92,15 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """`add_special`: add BOS if the checkpoint does; false for rendered chats. Raises
-        InvalidRequest for text that the tokenizer cannot read, like lone surrogates."""
+        """The token ids of a text. `add_special`: with the special tokens of tokenizer.json, like
+        BOS; pass False for a rendered chat. Raises InvalidRequest, for example for surrogates."""
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
         except Exception as error:  # the library raises no narrower class
             raise InvalidRequest(f"the text cannot be tokenised: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of a whole output; ids outside the vocabulary, below 0 too, have no text."""
+        """The text of a whole output. Ids outside the vocabulary, also negative ids, have none."""
         known = [token_id for token_id in token_ids if token_id >= 0]
         return str(self._backend.decode(known, skip_special_tokens=skip_special))
 
@@ -137,8 +137,8 @@ class Tokenizer:
         return token_bytes(self._backend)
 
     def to_json(self) -> str:
-        """The tokenizer in the format of tokenizer.json, after the rules above were applied. Added
-        tokens without an embedding in the model are left out."""
+        """The tokenizer in the format of tokenizer.json, with the rules above (module docstring)
+        applied. Added tokens without an embedding in the model are omitted."""
         written = str(self._backend.to_str())
         if self._own_vocabulary_tokens == self.vocabulary_tokens:
             return written
@@ -154,8 +154,8 @@ def _settle(
 ) -> dict[str, str | AddedToken]:
     """Apply the rules of transformers' TokenizersBackend after reading tokenizer.json.
 
-    Returns the named special tokens. New tokens get the next free ids, in the order of their ids in
-    the files. As in transformers, the ids in the files have no other use.
+    Returns the named special tokens. As in transformers, added tokens get the next free ids. The
+    ids in the files only define the order.
     """
     backend.no_truncation()
     backend.no_padding()
@@ -163,7 +163,7 @@ def _settle(
     known = backend.get_added_tokens_decoder()
     decoder = config.get("added_tokens_decoder")
     table = known if decoder is None else _table(decoder)
-    listed = [table[token_id] for token_id in sorted(table)]  # flags win over tokenizer.json's
+    listed = [table[token_id] for token_id in sorted(table)]  # replace flags of tokenizer.json
     named = _named_tokens(config, {token.content: token for token in listed})
     tokens: list[str | AddedToken] = list(listed)
     contents = {token.content for token in (*known.values(), *listed)}
@@ -185,14 +185,14 @@ def _table(decoder: Any) -> dict[int, AddedToken]:
 def _named_tokens(
     config: Mapping[str, Any], listed: Mapping[str, AddedToken]
 ) -> dict[str, str | AddedToken]:
-    """Name -> token: first the common names, then a checkpoint's own (image_token)."""
+    """Name -> token: first NAMED_TOKENS, then a checkpoint's own names, like image_token."""
     found: dict[str, str | AddedToken] = {}
     for name in NAMED_TOKENS:
         if config.get(name) is not None:
             token = _token(config[name])
             found[name] = listed.get(str(token), token)
     own = {name: each for name, each in config.items() if name.endswith("_token")}
-    for kinds in ((dict, AddedToken), str):  # as transformers, add tokens with flags first
+    for kinds in ((dict, AddedToken), str):  # tokens with flags first, as in transformers
         for name, each in own.items():
             if isinstance(each, kinds) and name not in NAMED_TOKENS:
                 found[name] = _token(each)
@@ -203,7 +203,7 @@ def _named_tokens(
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
-    """Special tokens without a name, in the form of the file."""
+    """Special tokens without a name, as the file has them: strings or objects."""
     extra = config.get(EXTRA_TOKENS)
     if extra is None or isinstance(extra, dict):
         extra = config.get(OLDER_EXTRA_TOKENS)
@@ -229,8 +229,8 @@ def _as_added(token: str | AddedToken, named: Collection[str]) -> AddedToken:
 
 
 def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer_config.json with special_tokens_map.json, which wins, with two exceptions: a
-    checkpoint's own name keeps a string of the config, and extra special tokens of both stay."""
+    """Merge special_tokens_map.json (`names`) into the config, replacing its values. Exceptions: a
+    checkpoint's own name keeps the config's string, and the extra tokens of both are joined."""
 
     def special(token: Any) -> Any:
         return _token({**token, "special": True}) if isinstance(token, dict) else token
@@ -254,9 +254,9 @@ def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> di
 def _older_table(
     config: Mapping[str, Any], added_tokens: Mapping[str, Any], backend: tokenizers.Tokenizer
 ) -> dict[str, Any]:
-    """added_tokens.json (token -> id) and the tokens of tokenizer.json, which win, in the format of
-    added_tokens_decoder."""
-    # As in transformers, a token that the config has as an object does not count as special here.
+    """added_tokens.json (token -> id) in the format of added_tokens_decoder, together with the
+    added tokens of tokenizer.json, which replace entries of the same id."""
+    # As in transformers, a token that is an object in the config does not count as special here.
     names = [config[name] for name in NAMED_TOKENS if config.get(name)]
     names += config.get(EXTRA_TOKENS) if isinstance(config.get(EXTRA_TOKENS), list) else []
     special = {str(each) for each in names if isinstance(each, (str, AddedToken))}
@@ -289,14 +289,14 @@ def _model_vocabulary_tokens(folder: Path) -> int | None:
 
 
 def _model_value(path: Path, key: str) -> Any:
-    """The value of the model; if it has none, that of its text part (`text_config`), or None."""
+    """The value of `key` in the file, else in its `text_config` (multimodal models), else None."""
     content = _read_json(path)
     found = content.get(key)
     return (content.get("text_config") or {}).get(key) if found is None else found
 
 
 def _template_file(folder: Path) -> dict[str, Any]:
-    """The chat template in a file of its own, which wins over the config; {} without a file."""
+    """The chat template from a file of its own, which replaces the config's; {} without one."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:
@@ -307,7 +307,7 @@ def _template_file(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file; {} without the file, because most files are optional."""
+    """The JSON object in the file; {} if there is no file. Raises ConfigError for other content."""
     if not path.exists():
         return {}
     try:
