@@ -423,7 +423,7 @@ class _PoolReader:
         return Elastic(least, most, dram_bytes)
 
     def _workers(self, role: str, parameters: Mapping[str, str], port: int) -> Iterator[WorkerSpec]:
-        """The workers of all hosts. A host has a number of workers, or a list of parameters."""
+        """The workers of all hosts. The file has their number, or a list of their parameters."""
         section = self.section.section("workers")
         for host in section.names():
             entry = section.entry(host)

@@ -146,7 +146,7 @@ def drain(
     deadline_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600.0,
     keys_of: KeysOf = "",
 ) -> None:
-    """Drain a host before a stop: its requests finish or move, and its only copies are copied."""
+    """Drain a host before a stop: requests finish or move, blocks that only it has are copied."""
     with shown_mistakes():
         deployment = load(cluster)
         if host not in deployment.hosts and not deployment.elastic_pools:

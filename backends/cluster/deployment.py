@@ -1,7 +1,7 @@
 """The parts of a deployment, as its cluster file defines them.
 
     name, hosts                name of the deployment; its machines with their addresses
-    etcd, directories          the directory, which knows where each KV block is; its election
+    etcd, directories          the service that records where each KV block is; its election
     storage_nodes              processes that hold KV blocks in DRAM and on SSD
     frontends                  Tritons that clients call
     pools, defaults            groups of equal workers; parameters of all pools
@@ -36,7 +36,7 @@ class ClusterFileInvalid(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine of one `mooncake serve`. Several hosts may share one machine."""
+    """A machine, or a share of one, that runs one `mooncake serve`."""
 
     name: str
     address: str  # IPv4 address or DNS name that other hosts use
@@ -49,7 +49,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class EtcdCluster:
-    """Either `hosts` on which `mooncake serve` starts members, or `endpoints` of another etcd."""
+    """Either `hosts` on which `mooncake serve` starts members, or `endpoints` of a running etcd."""
 
     hosts: tuple[str, ...] = ()
     endpoints: tuple[str, ...] = ()  # HOST:PORT
@@ -72,7 +72,7 @@ class NodeSpec:
     dram_bytes: int
     ssd_bytes: int = 0  # 0: no SSD tier
     ssd_path: str = ""  # relative paths start at the host's state_dir
-    segment_path: str = ""  # file that it maps as KV memory; "": a file of the launcher in /dev/shm
+    segment_path: str = ""  # file of the node's KV memory; "": a file of the launcher in /dev/shm
     control_port: int = NODE_PORT
     data_port: int = NODE_PORT + 1
 
@@ -91,7 +91,7 @@ class Frontends:
 class WorkerSpec:
     """One worker of a pool on a host of the file."""
 
-    model: str  # its name: POOL_HOST_NUMBER
+    model: str  # name of the worker and of its Triton model: POOL_HOST_NUMBER
     host: str
     grpc_port: int
     store_node: str  # storage node on the same host, to which the worker writes KV

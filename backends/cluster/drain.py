@@ -1,8 +1,8 @@
 """Drains a host while the deployment serves: its requests, then the blocks that only it has.
 
     1. The host's workers accept no new requests.
-    2. Their requests finish. Requests that take too long are moved: the worker fails each of
-       them, and its frontend resumes the request on another worker.
+    2. The requests at these workers finish. A request that takes too long is moved: the worker
+       fails the request, and the frontend resumes it on another worker.
     3. Blocks whose only copies are on nodes of the host are copied to nodes of other hosts.
        The target nodes pull the blocks; no bytes pass through this process. A block on SSD is
        first loaded into DRAM, so the host's nodes accept blocks until step 4.
@@ -29,7 +29,7 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import SSD_SUFFIX, WorkerInfo
 
-LOOK_S = 1.0  # pause between two reads of the worker reports; each read gets all blocks as well
+LOOK_S = 1.0  # pause between two reads of the worker reports; a read returns all blocks as well
 MOVED_AT_ONCE = 256  # limit of the blocks in one copy call
 COPY_S_MAX = 30.0  # timeout of one copy call
 ASK_S_MAX = 1.0  # timeout of a call to the directory in `move_requests`
@@ -150,7 +150,7 @@ class HostDrain:
     def _copy_lonely(self, give_up_s: float, on_progress: Callable[[str], None]) -> int:
         """Copy until every block has a copy on another host, or until no further block can be
         copied; returns the number of blocks without such a copy. A batch goes to one node, to keep
-        prefixes together. After a pass without progress, each block gets a node of its own."""
+        prefixes together. After a pass without progress, a node is chosen for each block."""
         blocks, is_scattered = self._lonely(), False
         while blocks and time.monotonic() < give_up_s:
             on_progress(f"{len(blocks)} blocks are on {self.host} alone")

@@ -1,7 +1,7 @@
 """The plan of one host of a deployment: its processes with addresses, sizes and environment.
 
 The plan of a single machine is made in launcher/launch_plan.py. Where a plan has two addresses for
-one port, the process binds the address `listen...`, and other processes connect to the other one.
+one port, the process binds `listen...`, and other processes connect to the other address.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NodePlan:
     ssd_path: str  # relative paths start at state_dir
     data: str = ""  # HOST:PORT for KV transfers; "" on a single machine
     listen_data: str = ""
-    segment_path: str = ""  # file that it maps as KV memory; "": a file of the launcher in /dev/shm
+    segment_path: str = ""  # file of the node's KV memory; "": a file of the launcher in /dev/shm
     rack: str = ""  # nodes with the same label have a short network path; "": no label
 
 

@@ -91,7 +91,7 @@ def backend_named(text: str) -> str:
 
 
 def parameters_of(text: str) -> dict[str, str]:
-    """The parameters of a config.pbtxt, each written as in the shipped models."""
+    """The parameters of a config.pbtxt that are written like those of the shipped models."""
     return {match["key"]: _unescaped(match["value"]) for match in PARAMETER.finditer(text)}
 
 
@@ -118,7 +118,7 @@ def with_parameters(
 
 
 def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
-    """The deployment's parameters for a model that clients call; a tokenizer gets a checkpoint."""
+    """The deployment's values for a model that clients call: the conductor's, or a checkpoint."""
     if backend_named(text) == "conductor":
         return _led_back(deployment.conductor)
     if "checkpoint" in parameters_of(text):

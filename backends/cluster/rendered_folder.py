@@ -1,8 +1,8 @@
 """The rendered model repository of a host, and the manifest of its rendered files.
 
 The manifest has the digest of each config.pbtxt as it was rendered. A file with another digest was
-edited by the operator; a file with this digest may be outdated. `mooncake serve` keeps an edited
-file. Only `mooncake cluster render models` overwrites it.
+edited by the operator. `mooncake serve` keeps an edited file. Only `mooncake cluster render models`
+overwrites an edited file.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RenderedFolder:
         self._models = rendered_models(deployment, plan, templates_in(base))
 
     def write(self, keeps_edits: bool) -> list[str]:
-        """Write and remove models; returns the written ones. `keeps_edits` leaves edited models."""
+        """Write and remove models; returns the written ones. `keeps_edits` excludes edited ones."""
         before = self._manifest()
         written = []
         self.repository.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ class YamlInvalid(Exception):
 
 @dataclass(slots=True)
 class YamlEntry:
-    """One value of the file. One of `text`, `items` and `keys` is set; none if it is empty."""
+    """One value of the file. It has one of `text`, `items` and `keys`; an empty value has none."""
 
     line: int  # line at which the value begins, counted from 1
     text: str | None = None  # of a scalar

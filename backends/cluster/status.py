@@ -1,6 +1,6 @@
 """The state of all hosts of a deployment, from etcd, the directory and the frontends.
 
-The state of a part that does not answer is the reason. Each query times out after ASK_S_MAX.
+If a part does not answer, its state has the reason. Each query times out after ASK_S_MAX.
 """
 
 from __future__ import annotations

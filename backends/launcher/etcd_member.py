@@ -1,9 +1,9 @@
 """The etcd member of a deployment's host: its command, its replacement, and etcd's health.
 
-The leading directory is elected in etcd, which needs more than half of its members (a quorum). A
-restarted member finds its data in the state folder and rejoins by itself. The other members reject
-a member that lost its data. Such a member is replaced: it is removed from the cluster and added
-again with the same address.
+The leading directory (metadata service of the KV store) is elected in etcd. For this, etcd needs
+more than half of its members (a quorum). A restarted member finds its data in the state folder and
+rejoins by itself. The other members reject a member that lost its data. Such a member is replaced:
+it is removed from the cluster and added again with the same address.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ Make = Callable[[str, Callable[[], Command], RestartPolicy], ChildProcess]
 
 
 def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
-    """The problems of the planned gateway; [] without one. `env` is that of the processes."""
+    """The problems of the planned gateway; [] without one. `env`: environment of its processes."""
     gateway = plan.gateway
     if gateway is None:
         return []

@@ -1,9 +1,9 @@
-"""`mooncake serve`: starts what one host runs, in order, and stops it in reverse order.
+"""`mooncake serve`: starts the processes of one host in order, and stops them in reverse order.
 
-The order of starts is the etcd member, the directory, the storage nodes, the Tritons, the gateways
-and the metrics server. One Triton, the frontend's, serves the models that clients call. Each worker
-folder has a Triton of its own. The plan of the host (launch_plan.py) names the parts that it runs.
-The host is ready when every model is ready.
+The order of starts is the etcd member, the directory (block key -> storage nodes), the storage
+nodes, the Tritons, the gateways (OpenAI's interface) and the metrics server. The frontend's Triton
+serves the models that clients call, and each worker folder has a Triton of its own. A plan
+(launch_plan.py) names the processes of a host. The host is ready when every model is ready.
 
 The launcher ends on SIGINT, SIGTERM or SIGHUP. It also ends when the etcd member, the directory, a
 storage node or the frontend's Triton dies more often than its restart policy allows. A start fails
@@ -410,7 +410,7 @@ class Launcher:
         1. The gateways and the frontend's Triton, so that their clients send no more requests.
         2. The workers' Tritons. On a deployment's host, requests of other frontends are first
            moved to other workers, because a Triton that takes too long is killed.
-        3. Storage nodes, directory and etcd member. On a single machine they end at once. On a
+        3. Storage nodes, directory and etcd member. On a single machine they end together. On a
            deployment's host they end one by one, because each deregisters at the next.
         """
         give_up_s = time.monotonic() + STOP_S_MAX

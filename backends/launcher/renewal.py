@@ -13,9 +13,9 @@ at its start. When the authorities change, the member is restarted in the same t
 workers. Only one member restarts at a time, so etcd keeps its quorum.
 
 The steps of a change of authority (keys/authority.py) may follow too fast. Then the other members
-of etcd or the frontends may not trust this host's processes any more. An etcd member without access
-to etcd cannot get a turn, and an untrusted worker never becomes ready again. Both are therefore
-restarted without a turn: the member after KEPT_OUT_S, a worker after SILENT_S.
+of etcd or the frontends may not trust this host's processes any more. A host that etcd rejects
+cannot get a turn, and a worker that is not trusted never becomes ready. Both are therefore
+restarted without a turn: the etcd member after KEPT_OUT_S, a worker after SILENT_S.
 
 ZeroMQ, KV over TCP and the frontends' channels read renewed keys without a restart.
 """
@@ -41,16 +41,16 @@ from mooncake_store.records.blocks import Slot
 from mooncake_store.wire.addresses import ELECTED
 
 SETTLED_S = 3.0  # seconds without a change of the keys, because a copy changes file by file
-SILENT_S = 5.0  # an outdated worker that is not ready for these seconds is restarted without a turn
-WHOLE_S = 2.0  # all workers must be ready for these seconds before the next restart
+SILENT_S = 5.0  # seconds without readiness after which an outdated worker needs no turn
+WHOLE_S = 2.0  # seconds for which all workers must be ready before the next restart
 TTL_S = 5  # lease of the turn in etcd, in s; also the pause after a failed campaign
-KEPT_OUT_S = 10.0  # after calls to etcd failed for these seconds, no turn can be obtained
+KEPT_OUT_S = 10.0  # seconds of failing calls to etcd after which its member needs no turn
 ETCD = "etcd's member"  # name of the etcd member in collections of worker names
 CLOSE_S_MAX = 0.5  # limit of the wait for etcd when the launcher stops, in s
 # The turn without etcd: key and bytes of the block that its owner has allocated.
 TURN_KEY = hashlib.blake2b(b"renewal", digest_size=KEY_BYTES).digest()
 TURN_BYTES = 4096
-LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0  # of the block; period, timeout of calls; in s
+LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0  # block's lease; period and timeout of calls
 
 log = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class CertificateRenewal:
         self._seen: FileDigests | None = None
         self._changed_s = float("-inf")  # time of the last change of the files, in s
         self._is_under_way = False  # True from the request for a turn until the turn's end
-        self._whole_from_s: float | None = None  # all serve since, in s; None: no check this turn
+        self._whole_from_s: float | None = None  # all processes serve since, in s; None: unknown
         self._silent_from_s: dict[str, float] = {}  # outdated worker -> not ready since, in s
 
     def started(self, worker: str) -> None:

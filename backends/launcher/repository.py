@@ -2,7 +2,7 @@
 
 **Mirror.** Each Triton of the launcher serves a part of the operator's repository
 (triton_process.py) and polls a mirror of this part. The mirror has symbolic links to the operator's
-files, but its config.pbtxt is a copy with the launch's options. Operators' files are only read.
+files, but config.pbtxt is a copy with the launch's options. The operator's files are only read.
 
 Triton reloads a model only when the content of config.pbtxt changes, and it never restarts a
 model's process that died. For such a model, the mirror appends a parameter with a new *incarnation*
@@ -244,7 +244,7 @@ class RepositoryMirror:
         return path.read_text("utf-8", BYTES) if path.exists() else ""
 
     def take_refusals(self) -> list[ModelLoad]:
-        """The mirror's refusals of edits, and undone refused edits, since the last call."""
+        """Since the last call: edits that the mirror refused, and models whose edit was undone."""
         news, self._news = self._news, []
         return news
 

@@ -9,8 +9,8 @@ Each launch makes a new key and keeps it in a file that only the operator can re
 the key only as an argument. The key therefore protects against the network, but not against users
 who can list the processes of this host.
 
-`stage` makes the folder for `--backend-directory`. The folder needs a folder `python/` with copies
-of Triton's Python backend (Triton rejects symbolic links), and one for each of our backends.
+`stage` makes the folder for `--backend-directory`. It contains `python/` with copies of Triton's
+Python backend (Triton rejects symbolic links), and a folder for each of our backends.
 """
 
 from __future__ import annotations

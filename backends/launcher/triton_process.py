@@ -92,15 +92,15 @@ INCARNATIONS = itertools.count(1)  # numbers the incarnations of all Tritons of 
 NUMBERS = itertools.count(1)  # numbers the Tritons; a restart keeps a Triton's number
 DRAIN_S_MAX = 45.0  # limit of a drain, in s; a worker ends its requests after 30 s at most
 END_S_MAX = 5.0  # seconds from SIGTERM to SIGKILL
-# Limit, in s, from the worker's log line that it serves to Triton's that the model is loaded.
-# Usually this takes milliseconds. Triton 2.51 waits for ever for a stub that paused during its
-# load. By then the directory lists the worker, but every call of the worker fails.
+# Limit, in s, between two log lines: the worker serves, and Triton has loaded the model. Usually
+# this takes milliseconds. Triton 2.51 waits for ever for a stub that paused during its load. By
+# then the directory lists the worker, but every call to the worker fails.
 LOAD_PENDING_S_MAX = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where one incarnation (process) of a Triton listens: HOST:PORT; "": service disabled."""
+    """Listening addresses of one incarnation (process) of a Triton: HOST:PORT; "" if disabled."""
 
     grpc: str
     metrics: str = ""
@@ -224,7 +224,7 @@ class Triton:
         return self.child.pid if self.child is not None and self.child.is_alive else None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
-        """Copy edits to the mirror; restart Triton or models that died. `alive`: live models."""
+        """Copy edits to the mirror; restart what died. `alive`: models with a live process."""
         self.mirror.sync()
         if self.child is None:
             return []

@@ -131,7 +131,7 @@ def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
 
 
 def _unlike(plans: list[HostPlan]) -> list[str]:
-    """The problem of hosts that run different parts; their StatefulSet has one pod template."""
+    """[], or the problem that hosts run different parts: a StatefulSet has one pod template."""
 
     def shape(plan: HostPlan) -> tuple[object, ...]:
         nodes = [(node.dram_bytes, node.ssd_bytes) for node in plan.storage_nodes]
@@ -319,9 +319,9 @@ def monitoring_component(deployment: Deployment) -> dict[str, str]:
     """Name -> text of each file of the Kustomize component for monitoring and autoscaling.
 
     The component needs Prometheus Operator (ServiceMonitor) and an adapter that serves Prometheus
-    metrics as Kubernetes metrics. The size of a pool is the larger one that two metrics demand.
-    The first is the conductor's number of live requests, which grows before requests wait. The
-    second is the number of requests that wait at the pool's workers.
+    metrics as Kubernetes metrics. Two metrics demand a size of each pool, and the larger size
+    applies. The first is the conductor's number of live requests, which grows before requests wait.
+    The second is the number of requests that wait at the pool's workers.
     """
     elastic = deployment.elastic_pools
     files = {"service-monitor.yaml": documents_text(_monitor(deployment))}

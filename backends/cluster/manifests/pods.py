@@ -136,7 +136,7 @@ def pod(
         ]
         spec["initContainers"] = [_keys_copier()]
     if gateway.has_api_keys:
-        secret = {"secretName": API_KEYS, "defaultMode": 0o440}  # the pod reads it by its fsGroup
+        secret = {"secretName": API_KEYS, "defaultMode": 0o440}  # readable by the pod's fsGroup
         volumes.append({"name": API_KEYS, "secret": secret})
     return {"metadata": {"labels": chosen}, "spec": spec}
 
@@ -187,7 +187,7 @@ def _container(
 
 def _resources(plan: HostPlan) -> Document:
     """The resources of a pod. The memory includes /dev/shm, but neither a `segment_path` elsewhere
-    nor the staging memory of engines on GPUs. A Kustomize overlay adds these."""
+    nor the staging memory of engines on GPUs. A Kustomize overlay adds both."""
     threads = sum(int(worker.parameters.get("threads", 1)) for worker in plan.workers)
     limits = {"memory": str(BASE_MEMORY_BYTES + plan.shm_bytes + SHM_EXTRA_BYTES)}
     used = gpus_of({worker.model: worker.parameters for worker in plan.workers}).values()

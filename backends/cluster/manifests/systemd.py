@@ -17,7 +17,7 @@ FILES_MAX = 65_536
 
 
 def unit_name(deployment: Deployment, host: str) -> str:
-    """The name of a host's unit. All but the first host of a machine have their own name in it."""
+    """The name of a unit. It ends with the name of the host, except for a machine's first host."""
     further = f"-{host}" if deployment.port_step(host) else ""
     return f"mooncake-{deployment.name}{further}.service"
 
