@@ -1,1 +1,1 @@
-"""Tracing: the spans of each request, and their export to a collector."""
+"""Tracing: OpenTelemetry spans of each request, and their export to a collector."""

@@ -1,9 +1,9 @@
 """Sends spans to an OpenTelemetry collector over OTLP's gRPC, in a thread of its own.
 
-Callers append spans to a bounded queue and return at once, so no request waits for a collector.
-While the collector is slow, the queue fills up and further spans are dropped. Spans of a failed
-message are dropped. Exported and dropped spans are counted. OpenTelemetry's own batch processor
-drops without a count, and drops single spans instead of whole requests; so this queue stays.
+Requests append spans to a bounded queue and never wait for a collector. If the queue is full, all
+spans of a request are dropped. Spans of a failed message to the collector are dropped too. Exported
+and dropped spans are counted. OpenTelemetry's batch processor does not count what it drops, and
+drops single spans instead of whole requests, so it is not used.
 
 OpenTelemetry's packages (extra `tracing`) are imported only where an endpoint is configured. Their
 variables apply too: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES.
@@ -33,14 +33,14 @@ from backends.tracing.trace_context import (
 
 log = logging.getLogger(__name__)
 ENDPOINT_VARIABLE = "MOONCAKE_OTLP_ENDPOINT"  # http://HOST:4317, or https://; unset: no tracing
-WAITING_MAX = 16_384  # spans in the queue; some megabytes
-BATCH_MAX = 512  # spans in one message to the collector
-PERIOD_S = 1.0  # between two messages, unless a batch is full earlier
-CLOSE_S_MAX = 1.0  # for sending the queue when the process ends
+WAITING_MAX = 16_384  # most spans in the queue: some megabytes
+BATCH_MAX = 512  # most spans in one message to the collector
+PERIOD_S = 1.0  # longest pause between two messages; BATCH_MAX queued spans end it
+CLOSE_S_MAX = 1.0  # time for sending the queue when the process ends
 
 
 def problems(environment: Mapping[str, str]) -> list[str]:
-    """Each mistake in the variables of tracing, with its remedy."""
+    """Each mistake in the environment variables of tracing, with its remedy."""
     if not (endpoint := environment.get(ENDPOINT_VARIABLE)):
         return []
     found = []
@@ -58,13 +58,13 @@ def problems(environment: Mapping[str, str]) -> list[str]:
 
 
 class Sender(Protocol):
-    """Sends to one collector."""
+    """Connection to one collector."""
 
     def send(self, spans: Sequence[SpanRecord]) -> bool:
-        """True if the collector accepted them. Blocks for seconds if it does not answer."""
+        """Whether the collector accepted the spans. May block for seconds."""
 
     def stop(self) -> None:
-        """Cancel a running `send`. Called from another thread."""
+        """Cancel a running `send`. Any thread."""
 
 
 class SpanExport:
@@ -78,13 +78,13 @@ class SpanExport:
         self._is_due = threading.Event()
         self._is_closing = False
         self._is_failing = False
-        self.exported = 0
-        self.lost = 0
+        self.exported = 0  # spans that the collector accepted
+        self.lost = 0  # spans that were dropped
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
         self._thread.start()
 
     def offer(self, spans: Sequence[SpanRecord]) -> None:
-        """Queue the spans of one request, or drop all of them. Any thread; never blocks."""
+        """Queue the spans of one request, or drop all of them. Any thread; does no I/O."""
         with self._lock:
             room = self._waiting_max - len(self._waiting)
             if self._is_closing or len(spans) > room:  # a part would lack its root span
@@ -96,7 +96,7 @@ class SpanExport:
             self._is_due.set()
 
     def close(self) -> None:
-        """Send the queue, for at most CLOSE_S_MAX. Spans offered afterwards count as lost."""
+        """Send the queued spans, for at most CLOSE_S_MAX. Later spans are dropped."""
         self._is_closing = True
         self._is_due.set()
         self._thread.join(timeout=CLOSE_S_MAX)
@@ -135,7 +135,7 @@ class SpanExport:
 
 
 class Tracing:
-    """Traces the requests of one process. `of_environment` is None without an endpoint."""
+    """Traces the requests of one process."""
 
     def __init__(self, export: SpanExport, share: float) -> None:
         self.export = export
@@ -143,7 +143,7 @@ class Tracing:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Tracing | None:
-        """Raises ValueError if an endpoint is configured and tracing cannot work."""
+        """None: no endpoint is configured. Raises ValueError if tracing cannot work with it."""
         if not (endpoint := environment.get(ENDPOINT_VARIABLE)):
             return None
         if found := problems(environment):
@@ -153,15 +153,15 @@ class Tracing:
         return cls(SpanExport(OtlpSender(endpoint)), share_sampled(environment))
 
     def begin(self, parameters: Mapping[str, Any], arrived_s: float) -> RequestTrace:
-        """The trace of a request with these parameters."""
+        """The trace of a request. `parameters`: its KServe parameters, with the traceparent."""
         root, parent_span_id = self.context_of(parameters.get(TRACEPARENT))
         offer = self.export.offer if root.is_sampled else None
         return RequestTrace(root, parent_span_id, arrived_s, offer)
 
     def context_of(self, traceparent: object) -> tuple[TraceContext, str]:
-        """(context of a new span, its parent's span id or "").
+        """(context of a new span, span id of its parent).
 
-        The span is of the client's trace, or of a new trace without a valid traceparent.
+        Without a valid traceparent the span begins a new trace, and the parent's id is "".
         """
         parent = parse_traceparent(traceparent)
         if parent is None:
@@ -175,7 +175,7 @@ class Tracing:
 def begin_trace(
     tracing: Tracing | None, parameters: Mapping[str, Any], arrived_s: float
 ) -> RequestTrace:
-    """The trace of a request. Without tracing it has only the client's trace id, for the log."""
+    """The trace of a request. Without `tracing` it has the client's trace id for logs, no spans."""
     if tracing is not None:
         return tracing.begin(parameters, arrived_s)
     parent = parse_traceparent(parameters.get(TRACEPARENT))

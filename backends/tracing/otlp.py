@@ -22,13 +22,13 @@ KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanK
 
 
 class OtlpSender:
-    """Sends to one collector; see export.Sender."""
+    """Implements export.Sender."""
 
     def __init__(self, endpoint: str) -> None:
-        # The exporter logs every failed batch. export.py logs the first failure after a success.
+        # The exporter would log every failed batch. export.py logs only the first failure.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
         host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
-        # A collector on this machine needs no proxy; gRPC follows `no_proxy` for other hosts.
+        # No proxy for a collector on this machine. For other hosts gRPC obeys `no_proxy`.
         options = (("grpc.enable_http_proxy", 0),) if is_loopback(f"{host}:0") else ()
         self._exporter = OTLPSpanExporter(endpoint=endpoint, channel_options=options)
 
@@ -66,7 +66,7 @@ def _context(trace_id: str, span_id: str) -> SpanContext:
 
 @lru_cache(maxsize=1024)
 def _resource(service: str, instance: str) -> Resource:
-    """Includes the attributes of OTEL_RESOURCE_ATTRIBUTES."""
+    """Resource.create also adds the attributes of OTEL_RESOURCE_ATTRIBUTES."""
     given = {"service.name": service}
     if instance:
         given["service.instance.id"] = instance

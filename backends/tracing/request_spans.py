@@ -1,22 +1,23 @@
 """The spans of one request, from its recorded times. Pure.
 
-    request                       arrival at the frontend to the end of the answer
-      read                        the prompt is checked and tokenised
-      attempt                     one for each decision, with its loss if it was lost
-        decide                    the conductor's choice and its terms, or the rejection
-        prefill                   the call to the prefill worker, and in it:
-          prefill.queue           waits for pages, a loader and other prompts
-          prefill.load            loads the cached prefix
-          prefill.wait            until the engine computes the prompt
+    request                       from the arrival at the frontend to the end of the answer
+      read                        checking and tokenising the prompt
+      attempt                     one decision and its pair of workers
+        decide                    the conductor's decision and its terms
+        prefill                   the call to the prefill worker; in this worker:
+          prefill.queue           wait for pages, a loader thread and other prompts
+          prefill.load            load the cached prefix
+          prefill.wait            wait until the engine computes the prompt
           prefill.compute         from the first chunk to the first token
-          prefill.put             stores KV that was not in the store by then
-        handover                  from prefill's reply until the decode worker's batch has it
-          handover.queue, handover.load
-        decode                    until the last token
+          prefill.put             after the first token: write the remaining KV to the store
+        handover                  from the prefill reply until the request joins decode's batch
+          handover.queue, .load   from the decode call on: wait for pages; read the KV
+        decode                    from the end of the handover until the decode worker's reply
 
 A worker reports the durations of its phases, so clocks of two machines are never compared. The rest
-of a prefill call's time is network time, half before and half after the phases. The phases of a
-handover begin with the decode call. Each child span is cut to its parent.
+of a prefill call's time is attributed to the network: half before and half after the phases. Each
+child span is cut to its parent. If a decode call has no reply, there is no handover span, and the
+decode span is the whole call.
 
 Not here: recording the times (request_trace.py), sending spans (export.py).
 """
@@ -38,7 +39,7 @@ FRONTEND, PREFILL, DECODE = "mooncake-frontend", "mooncake-prefill", "mooncake-d
 
 @dataclass(frozen=True, slots=True)
 class SpanRecord:
-    """One span, ready to be sent."""
+    """One span of OpenTelemetry."""
 
     name: str
     context: TraceContext
@@ -46,38 +47,38 @@ class SpanRecord:
     start_ns: int  # Unix time
     end_ns: int
     kind: str = "internal"  # server, client or internal
-    service: str = FRONTEND
+    service: str = FRONTEND  # FRONTEND, PREFILL or DECODE
     instance: str = ""  # the worker's name; "": the frontend
     attributes: Attributes = field(default_factory=dict)
     error: str = ""  # "": success
-    events: tuple[tuple[str, int], ...] = ()  # name, Unix time in ns
+    events: tuple[tuple[str, int], ...] = ()  # (name, Unix time in ns)
 
 
 @dataclass(slots=True)
 class Call:
-    """A call to a worker, on this process' clock. `ended_s` None: no reply and no failure yet."""
+    """The recorded times of a call to a worker, in seconds of the monotonic clock."""
 
-    worker: str
+    worker: str  # name of the worker
     began_s: float
-    ended_s: float | None = None
+    ended_s: float | None = None  # None: no reply and no failure yet
 
 
 @dataclass(slots=True)
 class AttemptTimes:
     """The recorded times of one attempt, in seconds of the monotonic clock."""
 
-    number: int
+    number: int  # 1 for the first attempt
     began_s: float
-    decided_s: float | None = None
+    decided_s: float | None = None  # None: no decision was made
     decision: Attributes = field(default_factory=dict)
-    rejection: str = ""
+    rejection: str = ""  # reason; "": not rejected
     prefill: Call | None = None
     prefill_reply: PrefillReply | None = None
     decode: Call | None = None
     decode_reply: DecodeReply | None = None
     ended_s: float | None = None  # None: the attempt ends with the request
-    loss: str = ""
-    error: str = ""
+    loss: str = ""  # why the attempt failed (`Loss`); "": it did not fail
+    error: str = ""  # the error of a failed attempt
 
 
 @dataclass(slots=True)
@@ -85,17 +86,17 @@ class RequestTimeline:
     """The recorded times of one request, in seconds of the monotonic clock."""
 
     arrived_s: float
-    read_s: float | None = None
-    first_token_s: float | None = None
-    ended_s: float = 0.0
+    read_s: float | None = None  # when the prompt was tokenised; None: it was not
+    first_token_s: float | None = None  # None: the request has no token
+    ended_s: float = 0.0  # 0: not ended yet
     attributes: dict[str, Attribute] = field(default_factory=dict)
-    error: str = ""
+    error: str = ""  # "": success
     attempts: list[AttemptTimes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class SpanTree:
-    """Builds the spans of a request: parents before children, each child within its parent."""
+    """Builds the spans of a request, parents before children."""
 
     root: TraceContext
     parent_span_id: str  # "": the root span has no parent
@@ -164,7 +165,6 @@ class SpanTree:
     def _of_decode(
         self, attempt: SpanRecord, call: Call, times: AttemptTimes
     ) -> Iterator[SpanRecord]:
-        """Without a reply, the time of joining the batch is unknown, so `decode` is the call."""
         reply, until_s = times.decode_reply, _end(call)
         worker: Attributes = {"mooncake.worker": call.worker}
         joined_s = call.began_s
@@ -185,7 +185,7 @@ class SpanTree:
         yield replace(decode, kind="client", attributes=worker, error=_error(attempt, reply))
 
     def _child(self, parent: SpanRecord, name: str, start_s: float, end_s: float) -> SpanRecord:
-        """A frontend's span without attributes, cut to `parent`. `end_s` inf: end of `parent`."""
+        """A span of the frontend, cut to `parent`. `end_s` inf: the end of `parent`."""
         start_ns = min(max(self._ns(start_s), parent.start_ns), parent.end_ns)
         end_ns = parent.end_ns
         if end_s < math.inf:
@@ -198,7 +198,7 @@ class SpanTree:
 
 
 def prefill_phases(reply: PrefillReply) -> list[tuple[str, float, float]]:
-    """(name, from, until) of each phase, in seconds after the worker received the prompt."""
+    """(name, start, end) of each phase, in seconds after the worker received the request."""
     computed_s = reply.queue_s + reply.load_s + reply.compute_s
     total_s = computed_s + reply.put_s
     load_at_s = min(reply.queue_s if reply.load_at_s < 0 else reply.load_at_s, computed_s)
@@ -221,7 +221,7 @@ def _way_there_s(call: Call, reply: PrefillReply) -> float:
 
 
 def _end(call: Call) -> float:
-    """Infinity for a call that has not ended: its span ends with the attempt."""
+    """End of the call's span. Infinity: the call has not ended, so its parent's end is used."""
     return math.inf if call.ended_s is None else call.ended_s
 
 

@@ -1,6 +1,6 @@
-"""Records the times of one request while it is served, and turns them into spans at its end.
+"""Records the times of one request while it is served, and makes spans of them at its end.
 
-There are a few records for each attempt and none for each message.
+Records are made per request and per attempt (one pair of workers), not per message or token.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from backends.workers.protocol import DecodeReply, PrefillReply
 
 
 class RequestTrace:
-    """Records come from several threads, those of one attempt in order. Records after the end,
-    from a call that was abandoned, have no effect."""
+    """Several threads may record. The records of one attempt must come in order. A record after
+    `ended` has no effect; it comes from a call that was abandoned."""
 
     def __init__(
         self,
@@ -35,8 +35,8 @@ class RequestTrace:
         arrived_s: float,
         offer: Callable[[list[SpanRecord]], None] | None = None,
     ) -> None:
-        """`offer` receives the spans at the end of the request; None: the request has no spans."""
-        self.trace_id = root.trace_id  # for the log; "" without tracing and without a client's
+        """`offer` is called with the spans at the end of the request; None: make no spans."""
+        self.trace_id = root.trace_id  # for the log; "": no tracing, and no trace of the client
         self._root = root
         self._parent_span_id = parent_span_id
         self._to_unix_s = time.time() - time.monotonic()
@@ -49,7 +49,7 @@ class RequestTrace:
         return self._offer is not None
 
     def read(self, now_s: float, attributes: Mapping[str, Attribute]) -> None:
-        """The prompt was checked and tokenised."""
+        """Record that the prompt was checked and tokenised."""
         self._times.read_s = now_s
         self._times.attributes |= attributes
 
@@ -57,13 +57,13 @@ class RequestTrace:
         self._attempts[number] = AttemptTimes(number, now_s)
 
     def decided(self, number: int, now_s: float, fields: Mapping[str, Any], why: str) -> None:
-        """`fields`: terms of the decision; `why`: reason of a rejection, or ""."""
+        """Record a decision. `fields`: its terms. `why`: reason of a rejection; "": accepted."""
         attempt = self._attempts[number]
         attempt.decision = dict(flat("mooncake.decision", fields))
         attempt.decided_s, attempt.rejection = now_s, why
 
     def called(self, number: int, worker: str, now_s: float) -> None:
-        """Called for the prefill worker of an attempt, then for its decode worker."""
+        """Record a call to a worker: in each attempt first to prefill, then to decode."""
         attempt = self._attempts[number]
         if attempt.prefill is None:
             attempt.prefill = Call(worker, now_s)
@@ -86,7 +86,7 @@ class RequestTrace:
             call.ended_s = now_s
 
     def lost(self, number: int, loss: str, error: str, now_s: float) -> None:
-        """The attempt failed. Another attempt may follow."""
+        """Record that an attempt failed; another may follow. `loss`: the kind of failure."""
         attempt = self._attempts.get(number)
         if attempt is not None and attempt.ended_s is None:
             attempt.loss, attempt.error, attempt.ended_s = loss, error, now_s
@@ -94,8 +94,8 @@ class RequestTrace:
     def ended(
         self, error: str, now_s: float, first_token_s: float, attributes: Mapping[str, Attribute]
     ) -> None:
-        """`first_token_s` 0: the request had no token."""
-        offer, self._offer = self._offer, None  # so that a second call has no effect
+        """Make the spans. Only the first call has an effect. `first_token_s` 0: no token."""
+        offer, self._offer = self._offer, None
         if offer is None:
             return
         times = self._times
@@ -107,7 +107,7 @@ class RequestTrace:
 
 
 def flat(name: str, value: object) -> Iterator[tuple[str, Attribute]]:
-    """A tree as flat attributes of a span: dotted names, lists as JSON."""
+    """Flatten nested mappings to attributes of a span: dotted names, other values as JSON."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from flat(f"{name}.{key}", inner)

@@ -1,9 +1,9 @@
 """The trace that a request belongs to: W3C Trace Context.
 
 A client's `traceparent` names its trace, its calling span, and whether the trace is sampled. An
-invalid `traceparent` is ignored, as the standard requires; it never fails a request. A trace that
-begins here is sampled by its id, so that every process takes the same decision. Header and sampling
-work without OpenTelemetry's packages, because logs name the client's trace without tracing too.
+invalid `traceparent` is ignored, as the standard requires. A trace that begins here is sampled by
+its id, so that every process makes the same decision. This module does not need OpenTelemetry's
+packages, because logs contain the client's trace id even without tracing.
 
 Pure: random bytes are an argument. Not here: spans (request_spans.py), sending them (export.py).
 """
@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-TRACEPARENT = "traceparent"  # the header, and the request parameter
+TRACEPARENT = "traceparent"  # name of the header, and of the KServe request parameter
 SAMPLER_VARIABLE, SHARE_VARIABLE = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
 SAMPLERS = ("parentbased_always_on", "parentbased_always_off", "parentbased_traceidratio")
 
@@ -24,16 +24,16 @@ _HEADER = re.compile(
     flags=re.ASCII,
 )
 _SAMPLED = 0x01
-_RATIO_BITS = 56  # the low bits of a trace id, which are random in every version of the standard
+_RATIO_BITS = 56  # low bits of a trace id, which W3C Trace Context level 2 makes random
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span that can have children."""
+    """Identity of a span, as a child span needs it."""
 
-    trace_id: str  # 32 hexadecimal digits; "" for a request without a trace
-    span_id: str  # 16 hexadecimal digits; "" for a request without a trace
-    is_sampled: bool
+    trace_id: str  # 32 hexadecimal digits; "": no trace
+    span_id: str  # 16 hexadecimal digits; "": no trace
+    is_sampled: bool  # whether the spans of this trace are exported
 
     @property
     def traceparent(self) -> str:
@@ -41,7 +41,7 @@ class TraceContext:
 
 
 def parse_traceparent(given: object) -> TraceContext | None:
-    """None if `given` is not a valid traceparent."""
+    """The context in a traceparent; None if `given` is not a valid traceparent."""
     found = _HEADER.fullmatch(given) if isinstance(given, str) else None
     if found is None or found["version"] == "ff" or (found["version"] == "00" and found["more"]):
         return None
@@ -52,9 +52,9 @@ def parse_traceparent(given: object) -> TraceContext | None:
 
 
 def new_trace(share: float, random_bytes: bytes) -> TraceContext:
-    """The first span of a new trace; the share `share` of all traces is sampled.
+    """The first span of a new trace, which is sampled with probability `share`.
 
-    `random_bytes`: at least 24.
+    `random_bytes`: at least 24 bytes.
     """
     trace_id, span_id = random_bytes[:16].hex(), random_bytes[16:24].hex()
     position = int(trace_id, 16) & ((1 << _RATIO_BITS) - 1)
@@ -62,9 +62,9 @@ def new_trace(share: float, random_bytes: bytes) -> TraceContext:
 
 
 def share_sampled(environment: Mapping[str, str]) -> float:
-    """Share of the traces that begin here which are sampled, from OpenTelemetry's variables.
+    """Share of new traces that are sampled, 0 to 1, from OpenTelemetry's variables.
 
-    ValueError, with the remedy, for an unsupported sampler or a share outside 0 to 1.
+    Raises ValueError, with the remedy, for an unsupported sampler or a share outside 0 to 1.
     """
     sampler = environment.get(SAMPLER_VARIABLE) or SAMPLERS[0]
     if sampler not in SAMPLERS:
