@@ -1,21 +1,20 @@
 """Prefix index: block key -> bitmap of the holders that have the block.
 
-A lookup intersects the bitmaps of the request's block keys in order. A holder leaves the result at
-the first block that it lacks, and the depth of this block is the length of its prefix. Most steps
-change nothing: the blocks of one prompt were added together, so they share one bitmap object. Runs
-of the same object are skipped at the speed of C, however many holders there are.
+A holder is the DRAM or the SSD of a storage node. A lookup intersects the bitmaps of the prompt's
+block keys in order. A holder leaves the result at the first block that it lacks, and its prefix
+ends before this block. Most steps change nothing: the blocks of one prompt were added together, so
+they share one bitmap object. A step to the same object costs one comparison of addresses.
 
-The answer is a list of *index tuples* (Segment), one for each depth at which a holder leaves. Its
-cost is the same for 8 holders and for 1,000. Scoring reads the answer as an array
-(`blocks_by_number`), explanations read it by name (`match`).
+The answer is a list of *index tuples* (Segment), one for each depth at which a holder leaves. It
+can be read as an array (`blocks_by_number`) or by name (`match`).
 
 The index is a replica of the directory's index, fed by events (event_feed.py), so it may be behind.
-It is also bounded: beyond `blocks_max` the oldest block is forgotten. Late additions and forgotten
-blocks make it undercount, which costs a recomputation at worst. Late removals make it overcount.
+It is also bounded: beyond `blocks_max` keys the oldest key is forgotten. Late additions and
+forgotten blocks make the index undercount, late removals make it overcount.
 
 Every operation is short, whatever the size of the index. A dropped holder leaves a bit that lookups
-mask out, and a removed key leaves an empty bitmap. Each change sweeps a few keys of both. The
-number of a holder, which is the position of its bit, is reused only when no bitmap has the bit.
+mask out, and a removed key leaves an empty bitmap. Each change sweeps a few such keys. The number
+of a holder is the position of its bit, and is reused only when no bitmap has the bit.
 
 Not here: the slot of a block on its node (directory.py), the choice of a holder (the conductor).
 """
@@ -32,23 +31,23 @@ Segment = tuple[int, int]  # (depth, bitmap of the holders with at least `depth`
 BlockCounts = np.ndarray[tuple[int], np.dtype[np.int64]]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-FEW_BITS = 12  # up to this many bits are set one by one, which is faster than a new mask
+FEW_BITS = 12  # up to this many holders are set one by one, which is faster than with a mask
 STARTS_MAX, MASKS_MAX = 64, 512  # cached arrays; 8 KiB and 1 KiB each for 1,000 holders
 SWEPT_PER_CHANGE = 4  # keys swept per changed key, while a sweep is needed
 EMPTY_SHARE_MAX = 8  # a sweep starts when more than 1 in EMPTY_SHARE_MAX keys is empty
-PAGE_KEYS = 512
+PAGE_KEYS = 512  # most keys in a page of KeyPages
 
 
 @dataclass(slots=True, eq=False)
 class NumberedHolder:
-    """A node with blocks, or a dropped node while bitmaps still have its bit."""
+    """A holder with blocks, or a dropped holder while bitmaps still have its bit."""
 
     name: str
-    number: int
+    number: int  # from 0, the lowest that was free
     bit: int  # 1 << number
     blocks: int = 0  # number of keys whose bitmap has the bit
-    # The last change of a bitmap. The next key of a prompt has the same bitmap object before the
-    # change, so it gets the same object after it: this is how bitmaps are shared. -1: none.
+    # A bitmap before and after the last change for this holder; -1: none. The next key of the same
+    # prompt has the same object before, so it gets the same object after. So keys share bitmaps.
     before_add: int = -1
     after_add: int = -1
     before_remove: int = -1
@@ -65,7 +64,7 @@ IN_BYTE = tuple(tuple(numbers_in(bitmap)) for bitmap in range(256))
 
 
 class _Masks(dict[int, Mask]):
-    """Bitmap -> mask that selects its holders in an array of `size` elements."""
+    """Cache: bitmap -> mask that selects its holders in an array of `size` elements."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -79,7 +78,7 @@ class _Masks(dict[int, Mask]):
 
 
 class _Starts(dict[Segment, BlockCounts]):
-    """First index tuple of an answer -> its array. Nearly all prompts begin with the same one."""
+    """Cache: first index tuple of an answer -> its array. Most answers have the same first one."""
 
     def __init__(self, masks: _Masks) -> None:
         self._masks = masks
@@ -96,12 +95,11 @@ class HolderNumbers:
     """Holders as small numbers, sets of holders as bitmaps, and bitmaps as numpy arrays.
 
     A holder gets the lowest free number, so bitmaps stay short while nodes join and leave. It keeps
-    the number while a bitmap has its bit. This includes a dropped holder (`drop`), until the owner
-    of the bitmaps has swept them (`take_bits`).
+    the number while a bitmap has its bit, even if it was dropped (`drop`).
     """
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version = 0  # increases when a holder gets or loses its number
         self.clear()
 
     def clear(self) -> None:
@@ -132,7 +130,7 @@ class HolderNumbers:
             self._changed()
 
     def take_blocks(self, holder: NumberedHolder, blocks: int) -> None:
-        """Count `blocks` fewer bitmaps with its bit; after the last one the number is free."""
+        """Count `blocks` fewer bitmaps with the holder's bit; without any, its number is free."""
         holder.blocks -= blocks
         if holder.blocks:
             return
@@ -152,7 +150,7 @@ class HolderNumbers:
             self.take_blocks(holder, bitmaps)
 
     def number(self, name: str) -> int:
-        """The number of a holder, from 0; -1 without blocks."""
+        """The number of a holder, from 0; -1 for a holder without blocks."""
         holder = self.holders.get(name)
         return -1 if holder is None else holder.number
 
@@ -163,7 +161,7 @@ class HolderNumbers:
         return holder.name
 
     def blocks_by_number(self, found: Sequence[Segment]) -> BlockCounts:
-        """PrefixIndex.find as an array: leading blocks by number of the holder."""
+        """The answer of PrefixIndex.find as an array: holder number -> leading blocks."""
         if not found:
             return np.zeros(self._size, np.int64)
         blocks = self._starts[found[0]].copy()
@@ -183,7 +181,7 @@ class HolderNumbers:
     def _changed(self) -> None:
         """Reset the cached arrays after a change of the numbers."""
         self.version += 1
-        # Length of the arrays, more than there are numbers.
+        # Length of the arrays: a multiple of 8 above the highest number.
         self._size = (len(self._by_number) // 8 + 1) * 8
         self._masks = _Masks(self._size)
         self._starts = _Starts(self._masks)
@@ -203,8 +201,8 @@ class KeyPages:
     """The keys of the index in order of insertion, in pages; 8 bytes per key.
 
     A dict keeps this order too, but cannot be iterated in parts while it changes. Finding its first
-    key also takes longer and longer after many deletions at its front. Here the oldest key is found
-    at once, and a sweep continues at the page where the last sweep stopped.
+    key also takes longer after many deletions at its front. Here the oldest key is found at once,
+    and a sweep continues at the page where the last sweep stopped.
     """
 
     def __init__(self) -> None:
@@ -216,7 +214,7 @@ class KeyPages:
             yield from page
 
     def extend(self, keys: list[bytes]) -> None:
-        """Append new keys. None of them may be in the pages already."""
+        """Append keys, none of which may be in the pages already."""
         room = 0
         if self._pages:
             last = self._pages[-1]
@@ -237,7 +235,7 @@ class KeyPages:
         return self._pages.pop() if self._pages else []
 
     def sweep(self, keep: Callable[[list[bytes]], list[bytes]]) -> int:
-        """Reduce the next page to the keys that `keep` returns; the number of keys before that."""
+        """Reduce the next page to the keys that `keep` returns. Returns its earlier length."""
         pages = self._pages
         if not pages:
             return 0
@@ -266,11 +264,10 @@ class PrefixIndex:
         assert blocks_max > 0
         self.blocks_max = blocks_max
         self._holders = HolderNumbers()
-        # `find` as an array: element n is the number of leading blocks of holder number n. The
-        # array is longer than the highest number, so index -1 (a holder without blocks) reads 0.
+        # The last element of this array is 0, so index -1 (a holder without blocks) reads 0.
         self.blocks_by_number = self._holders.blocks_by_number
         self.number, self.name = self._holders.number, self._holders.name
-        self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # freed in parts
+        self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # contents before `clear`
         self._start_over()
 
     def _start_over(self) -> None:
@@ -281,7 +278,7 @@ class PrefixIndex:
         self._owed = 0  # keys still to sweep, see _sweep_after
 
     def __len__(self) -> int:
-        """Keys with holders. A key of dropped holders only counts until it is swept."""
+        """The number of keys with holders. A key with only dropped holders counts until swept."""
         return len(self._bitmaps) - self._empty
 
     def __contains__(self, key: bytes) -> bool:
@@ -295,11 +292,11 @@ class PrefixIndex:
     # Changes
 
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
-        """Add these blocks of a holder; known ones are allowed. Fastest in order of the chain."""
+        """Add these blocks of a holder, fastest in the order of a prompt. Known keys may recur."""
         owner = self._holders.holders.get(holder) or self._holders.new(holder)
         bitmaps, get, bit = self._bitmaps, self._get, owner.bit
         before, after = owner.before_add, owner.after_add
-        owner.blocks += 1  # keeps the holder while the oldest blocks are forgotten
+        owner.blocks += 1  # keeps the holder's number while its oldest blocks are forgotten
         new: list[bytes] = []
         added = 0
         for key in keys:
@@ -329,7 +326,7 @@ class PrefixIndex:
         self._sweep_after(len(keys))
 
     def remove_many(self, keys: Sequence[bytes], holder: str) -> None:
-        """Remove these blocks of a holder. Unknown blocks are allowed: they may be forgotten."""
+        """Remove these blocks of a holder. Unknown or forgotten blocks are allowed."""
         owner = self._holders.holders.get(holder)
         if owner is None:
             return
@@ -364,8 +361,8 @@ class PrefixIndex:
         self._start_over()
 
     def sweep(self, keys_max: int) -> bool:
-        """Free dropped holders and removed keys, visiting about `keys_max` keys. Changes sweep by
-        themselves; this call is for idle moments. False when nothing is left."""
+        """Free dropped holders and removed keys, visiting about `keys_max` keys. Changes sweep too;
+        this call is for idle moments. False: nothing is left to free."""
         while keys_max > 0:
             if self._cleared:
                 keys_max -= self._free_a_page()
@@ -378,11 +375,11 @@ class PrefixIndex:
     # Lookups
 
     def find(self, keys: Sequence[bytes]) -> list[Segment]:
-        """The holders' prefix lengths of the chain `keys`, as index tuples by ascending depth.
+        """The holders' prefix lengths of the prompt `keys`, as index tuples by ascending depth.
 
-        Each bitmap is a subset of the one before. A holder that is in one bitmap and not in the
-        next has exactly `depth` blocks. The last tuple has the longest prefix. Empty when no holder
-        has the first block. Valid until the next change of the index.
+        Each bitmap is a subset of the bitmap before. A holder that is in one bitmap and not in the
+        next has exactly `depth` leading blocks. The last tuple has the longest prefix. [] when no
+        holder has the first block. Valid until the next change of the index.
         """
         alive = self._holders.live
         if not alive:
@@ -417,7 +414,7 @@ class PrefixIndex:
         return (self._get(key, 0) & self._holders.live).bit_count()
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """The number of leading blocks of the chain `keys` per holder name; without zeros."""
+        """The number of leading blocks of the prompt `keys` per holder name; without zeros."""
         runs: dict[str, int] = {}
         for depth, bitmap in self.find(keys):
             runs.update(dict.fromkeys(self.names(bitmap), depth))
@@ -431,7 +428,7 @@ class PrefixIndex:
         self._holders.take_bits(bitmap, 1)
 
     def _sweep_after(self, changes: int) -> None:
-        """Sweep a few keys per change, so that no single change pays for a whole sweep."""
+        """Sweep a few keys per change, so that no change waits for a whole sweep."""
         is_dirty = self._empty * EMPTY_SHARE_MAX > len(self._bitmaps)
         if not (is_dirty or self._holders.dropped or self._cleared):
             self._owed = 0

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Generations are below 2**64 on the wire and in headers. From this value on, they are damaged,
-# because directories count from at most EPOCH_MAX * GENERATIONS_PER_EPOCH (copies.py).
+# Each use of a slot has a number, its generation, below 2**64 on the wire and in headers. From this
+# value on it is damaged: directories count from at most EPOCH_MAX * GENERATIONS_PER_EPOCH.
 GENERATION_MAX = 2**62
 GENERATIONS_PER_EPOCH = 2**20
-# Epochs are milliseconds since 1970; this is the year 2074. A later one is damaged, or comes from a
-# wrong clock, which must not exhaust the generations.
+# An epoch is the start time of a directory in milliseconds since 1970; this is the year 2074. A
+# later epoch is damaged, or from a wrong clock, and must not exhaust the generations.
 EPOCH_MAX = (GENERATION_MAX - 2**60) // GENERATIONS_PER_EPOCH
 
 
@@ -23,7 +23,7 @@ class Slot(NamedTuple):
     """One use of one slot: memory that its writer may fill."""
 
     node_id: str
-    slot: int
+    slot: int  # number of its first unit (slots.py)
     generation: int
     epoch: int = 0  # epoch of the directory that granted the slot; 0: unknown
 
@@ -55,18 +55,18 @@ class Allocation:
     """The answer to `allocate`."""
 
     slots: tuple[Slot | None, ...]  # per key; None below `covered`: the key needs no slot
-    covered: int  # leading keys that are stored, are being written, or got a slot
-    # With elected directories: time after the request in which the slot headers must be marked as
-    # "writing". Later, the lease must be renewed before the first byte. 0: no limit.
+    covered: int  # number of leading keys that are stored, are being written, or got a slot
+    # Seconds from the request in which the slot headers must be marked as "writing". After this
+    # time, the lease must be renewed before the first byte. 0: no limit (no elected directories).
     begin_s: float = 0.0
     asked_s: float = 0.0  # CLOCK_BOOTTIME of the client's request; 0 in the directory
-    # Indices into `slots` of slots that an earlier transfer may still write into. Their writer must
-    # hash its source instead of the slot.
+    # Indices into `slots` of slots that an earlier transfer may still write into. The checksum of
+    # such a block must be computed from the writer's buffer instead of the slot.
     late: tuple[int, ...] = ()
 
     @property
     def full(self) -> bool:
-        """Whether key `covered` and all later keys got no slot: no room, no quota, or no node."""
+        """Whether the keys from `covered` on got no slot: no room, or the node takes no blocks."""
         return self.covered < len(self.slots)
 
 
@@ -79,10 +79,10 @@ class ReservedCommit:
     """The answer to `commit_reserved`."""
 
     verdicts: tuple[int, ...]  # per block; an owner's slot that is not STORED stays reserved
-    is_held: bool  # whether this owner had reserved slots; False: all earlier ones are lost
+    is_held: bool  # whether this owner had reserved slots; False: all its earlier slots are lost
     most: int  # slots that the owner may have reserved now; the owner returns slots above that
     slots: tuple[tuple[int, int], ...]  # newly reserved slots: (slot, generation)
-    epoch: int  # of the directory that granted them
+    epoch: int  # of the directory that granted these slots
     begin_s: float = 0.0  # as in Allocation; unmarked slots must not be used after this time
 
 
@@ -91,9 +91,9 @@ class Spill(NamedTuple):
 
     key: bytes
     slot: int
-    generation: int
-    checksum: int
+    generation: int  # of `slot`
+    checksum: int  # as in Copy
     size_bytes: int
     ssd_slot: int
     ssd_generation: int
-    epoch: int = 0  # of the directory that granted the slot
+    epoch: int = 0  # of the directory that granted `ssd_slot`

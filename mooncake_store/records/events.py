@@ -1,12 +1,12 @@
 """Numbered events of changes in the directory, and the bounded log that keeps them.
 
-Events are numbered 1, 2, 3, ... without gaps within an epoch (one incarnation of the directory). A
+Events are numbered 1, 2, 3, ... without gaps within an epoch (one start of the directory). A
 replica that applies them in order is a copy of the directory's index. A replica with a gap, or with
 another epoch, takes a snapshot. Until the next event or snapshot arrives, a replica may miss a new
-copy or list a removed one.
+copy or list a removed copy.
 
 When a storage node leaves, one BlockRemoved for each of its announced copies comes first, then
-NodeDown. A listener may use either. Ephemeral copies are never announced.
+NodeDown. A replica may use either. Ephemeral copies (of a single request) are never announced.
 
 Not here: sending events (mooncake_store/directory/server.py), subscribing (event_feed.py).
 """
@@ -21,14 +21,14 @@ from itertools import islice
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-# Bound of the bytes of frontends' notes in the log: 16 KiB for each of the 1,024 ZeroMQ requests of
-# one turn of the server loop. If a turn receives more, subscribers miss events and take a snapshot.
+# Most bytes of FrontendNoted.notes in the log: 16 KiB for each of the 1,024 ZeroMQ requests that
+# the server answers between two publications. Beyond this, subscribers must take a snapshot.
 NOTES_BYTES_KEPT_MAX = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
-    """A block became readable on a node. `copy`: its location; the directory never sends None."""
+    """A block became readable on a node. `copy`: its location; never None from the directory."""
 
     key: bytes
     node_id: str
@@ -70,8 +70,8 @@ class WorkerReported:
 
 @dataclass(frozen=True, slots=True)
 class FrontendNoted:
-    """Notes number `number` of a frontend, for other frontends: the requests that it routed. Only
-    frontends read `notes` (backends/frontend/routing_notes.py), and no snapshot repeats them."""
+    """The requests that a frontend routed, in its message `number` to the other frontends. Only
+    frontends decode `notes` (backends/frontend/routing_notes.py). No snapshot contains them."""
 
     frontend: str
     number: int
@@ -121,7 +121,7 @@ class EventLog:
             self._bound_notes()
 
     def _bound_notes(self) -> None:
-        """Drop the oldest events until their notes fit."""
+        """Drop the oldest events until the notes of the rest fit."""
         first = self.sequence - len(self._events) + 1
         while self._notes[0][0] < first or self._notes_bytes > NOTES_BYTES_KEPT_MAX:
             number, length_bytes = self._notes.popleft()
@@ -136,13 +136,13 @@ class EventLog:
         self._events.extend(events)
 
     def since(self, sequence: int) -> list[Event] | None:
-        """The events after number `sequence`, perhaps []; None if some are no longer kept."""
+        """The events after number `sequence`, perhaps []; None: some of them are dropped."""
         assert 0 <= sequence <= self.sequence, f"{sequence} is after {self.sequence}"
         missed = self.sequence - sequence
         kept = len(self._events)
         if missed > kept:
             return None
-        latest = list(islice(reversed(self._events), missed))  # usually few of many
+        latest = list(islice(reversed(self._events), missed))  # from the end: usually few
         latest.reverse()
         return latest
 

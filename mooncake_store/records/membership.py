@@ -33,7 +33,7 @@ class NodeInfo:
     node_id: str
     incarnation: str
     host_id: str  # nodes with the same host_id can map each other's segments
-    segment_path: str  # of tier "ssd": its block file
+    segment_path: str  # file of its memory; for tier "ssd", of its blocks
     segment_bytes: int
     agent_name: str  # name of its NIXL agent; empty when the node runs without NIXL
     agent_metadata: bytes
@@ -45,8 +45,8 @@ class NodeInfo:
     rack: str = ""  # operator's label; nodes with the same label have a short network path
     topology: str = ""  # JSON from host_topology.py
     has_inventory: bool = False  # the node sends its inventory (adopt) before it takes blocks
-    nics: tuple[NicAgent, ...] = ()  # agents for other hosts; empty: agent_name serves them
-    is_agent_local: bool = False  # whether agent_name serves this host only, as configured
+    nics: tuple[NicAgent, ...] = ()  # agents for other hosts; empty: use agent_name
+    is_agent_local: bool = False  # whether the configuration limits agent_name to this host
     index_path: str = ""  # index replica of its host (index_table.py); "" without one
 
     @property
@@ -64,36 +64,36 @@ class WorkerInfo:
     node_id: str
     fingerprint: str
     description: str  # the fields of the fingerprint, see layout.describe
-    inbox: str  # ZeroMQ address of the worker's own PULL socket
+    inbox: str  # ZeroMQ address of the worker's PULL socket
     block_tokens: int
     block_bytes: int
     context_tokens_max: int
     pages_max: int
     slots_max: int  # request slots: concurrent requests
-    prefill_coefficients: tuple[float, ...]
+    prefill_coefficients: tuple[float, ...]  # of the step time in seconds (conductor/estimates/)
     decode_coefficients: tuple[float, ...]
-    # node_id -> rate of reads from it; measured at the worker's start.
+    # node_id -> rate of reads from the node, measured at the worker's start.
     transfer_bytes_per_s: dict[str, float]
     # node_id -> latency of one small read, measured with the rates.
     transfer_latency_s: dict[str, float]
     grpc_address: str = ""  # HOST:PORT of the Triton that serves the worker; "" without one
-    # Whether its engine transfers KV itself, so its node need not hold a prompt.
+    # Whether its engine transfers KV itself, so that a prompt needs no memory of its node.
     is_native: bool = False
     can_flip: bool = False  # whether it can drain and register in the other role on request
-    # A pipeline group is the prefill workers with the same group name, each with a share of the
-    # layers: pipeline stages 0 to pipeline_stages - 1. Frontends call stage 0. "": all layers.
+    # Prefill workers with the same group name compute a share of the layers each, as pipeline
+    # stages 0 to pipeline_stages - 1. Frontends call stage 0. "": this worker has all layers.
     pipeline_group: str = ""
     pipeline_stage: int = 0
     pipeline_stages: int = 1
     pipeline_hop_s: float = 0.0  # seconds to receive a chunk's hidden states; 0: not measured
     chunk_tokens: int = 0  # most new tokens of a prefill step; 0: unknown
-    # Layer-wise prefill of a prompt longer than a step: share of its computation that overlaps with
-    # the load of its prefix, which is that of all layers but the first. 0: load, then compute.
+    # Share of the computation that overlaps with the load of the prefix, for prompts longer than
+    # chunk_tokens: 1 - 1/layers with layer-wise prefill. 0: the load precedes the computation.
     load_beside_share: float = 0.0
 
     @property
     def is_called(self) -> bool:
-        """Whether frontends call this worker: it is no later stage of a pipeline group."""
+        """Whether frontends call this worker. They do not call later stages of a pipeline."""
         return not self.pipeline_group or self.pipeline_stage == 0
 
 
@@ -108,6 +108,6 @@ class WorkerReport:
     running: int  # running requests
     pages_used: int  # pages of unfinished requests, and pages that may still be written
     context_tokens: int  # KV tokens of the running decodes
-    step_s: float  # recent mean of a prefill step; for decode, of a step with this batch
+    step_s: float  # recent mean seconds of a prefill step, or of a decode step with this batch
     is_draining: bool
     oldest_step_s: float = 0.0  # age of the engine's current step; 0: no step is running

@@ -20,7 +20,7 @@ class HolderStats:
     used_units: int  # units of ready, writing and leased corrupt blocks, and of reserved slots
     quarantined_units: int
     pinned_units: int  # units of hard-pinned blocks
-    used_bytes: int  # bytes of these blocks, not rounded up to units, without reserved slots
+    used_bytes: int  # bytes of the blocks in used_units, not rounded up, without reserved slots
     ready_blocks: int
     writing_blocks: int
     idle_blocks: int  # ready blocks without leases or hard pins: candidates for eviction
@@ -41,14 +41,14 @@ class DirectoryStats:
     sequence: int  # number of the latest event
     blocks: int  # distinct announced keys
     copies: int  # copies of these keys, over all holders
-    ephemeral: int  # copies of ephemeral objects
+    ephemeral: int  # copies for a single request, which are freed with its lease
     used_bytes: int  # sum over all holders
     leases: int  # one per copy and owner
-    owners: int
+    owners: int  # with leases
     workers: int
     pins: int  # pinned keys
     tenants: tuple[tuple[str, int, int], ...]  # (name, used bytes, quota bytes)
-    lookups: int  # since the start of this epoch, like all below
+    lookups: int  # this and the counts below: since the start of this epoch
     lookup_blocks: int
     hit_blocks: int
     hit_ssd_blocks: int  # hit blocks with a copy on SSDs only

@@ -57,8 +57,7 @@ def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlo
 
 
 def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
-    """Those of the sound `blocks` that no later block overlaps, sorted by slot. Of the ready blocks
-    of one key, only the newest is included."""
+    """The sound `blocks` that no later one overlaps, sorted by slot; one ready block per key."""
 
     def end_of(block: InventoryBlock) -> int:
         return block.slot + pool.units_for(block.size_bytes)

@@ -98,8 +98,7 @@ def commit(
 
 
 def _payable(table: CopyTable, holder: Holder, key: bytes, copy: HeldCopy, tenant: str) -> int:
-    """STORED: the quota has room, and now counts the copy. REFUSED: it is full, or the node
-    drains."""
+    """STORED: the quota now counts the copy. REFUSED: it is full, or the node drains."""
     payer = tenant or table.payer(key)
     if holder.is_draining:
         return REFUSED

@@ -116,8 +116,7 @@ class WorkerTable:
 
 
 def _refuse_no_numbers(worker_id: str, measured: Mapping[str, Collection[float]]) -> None:
-    """Raise RequestInvalid for measurements that are not finite: frontends compare workers by
-    them."""
+    """Reject measurements that are not finite, because frontends compare workers by them."""
     for name, values in measured.items():
         if not all(map(math.isfinite, values)):
             raise RequestInvalid(
