@@ -1,8 +1,8 @@
 """The `mooncake` command, which finds the commands that packages register.
 
 A command is an entry point of the group `mooncake.commands` (pyproject.toml) that names a function
-or a typer app. So this package need not import loadtest, which registers commands too. Other
-packages can add commands. Not here: the commands themselves.
+or a typer app. So any package can add commands, and this package imports none of them in advance.
+Not here: the commands themselves.
 """
 
 from __future__ import annotations

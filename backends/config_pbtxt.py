@@ -52,7 +52,7 @@ class WorkerConfig:
     block_tokens: int = 64  # tokens per block: a power of two, equal in all workers of a store
     context_tokens_max: int = 0  # longest prompt + output in tokens; 0: the checkpoint's limit
     kv_pages: int = 256  # KV memory of the engine, in pages of block_tokens tokens; >= 2
-    transport: str = "auto"  # of KV from storage nodes: auto | mapped | nixl | tcp
+    transport: str = "auto"  # of KV: mapped | nixl | tcp | auto (own node mapped, others nixl, tcp)
     lease_s: float = 30.0  # seconds until a lease on a request's blocks ends without renewal; >= 1
     transfer_s_max: float = 5.0  # deadline of a transfer, < lease_s; a late block counts as missing
     # A pipeline group: prefill workers with a share of the model's layers each.
@@ -261,7 +261,7 @@ class FrontendConfig:
     tenant_requests_share: float = 0.5  # largest part of requests_max for one of several tenants
     cancel_poll_s: float = 0.1  # seconds between checks for disconnected clients, 0.01 to 1
     output_tokens_default: int = 256  # max_tokens of a request that has none
-    messages_per_s_max: int = 0  # stream messages per second to all clients; 0: from the cores
+    messages_per_s_max: int = 0  # of all streams together; 0: chosen by the number of cores
     recording_folder: str = ""  # folder for recorded traffic (see path_beside); "": do not record
     recording_bytes_max: int = 2**30  # total size of the recordings; the oldest are deleted
 

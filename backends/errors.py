@@ -13,8 +13,8 @@ from collections.abc import Sequence
 # Triton's error texts for a call that reached no model process.
 TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
 GRPC_NEVER_SENT = "failed to connect"  # gRPC's error text for a call that was not sent
-# gRPC's error texts for a peer that does not answer. The texts are others if the peer process
-# exits, because its host then closes or resets the connection.
+# gRPC's error texts for a peer that does not answer. If the peer process exits, its host closes or
+# resets the connection, which causes other texts.
 LINK_CUT = ("timed out", "no route to host", "unreachable", "keepalive", "ping timeout")
 
 # Parts of an error text: the client's `timeout_ms`, or the conductor's `request_s_max` has passed.
@@ -35,7 +35,7 @@ class Overloaded(ServingError):
     """The conductor, a limit of frontend or tenant, or a full worker or node rejects a request."""
 
     def __init__(self, kind: str, reason: str, retry_after_s: float) -> None:
-        """`kind`: the reason for programs, such as `ttft_slo`. `retry_after_s`: when to retry."""
+        """`kind`: a machine-readable reason. `retry_after_s`: seconds until a retry may succeed."""
         super().__init__(reason)
         self.kind = kind
         self.retry_after_s = retry_after_s
@@ -69,7 +69,7 @@ class WorkerUnavailable(ServingError):
 
 class WorkerGone(WorkerUnavailable):
     """The worker was dead before the call, restarts, or shuts down. The failed attempt does not
-    count towards `attempts_max`."""
+    count towards the request's limit of failures (`attempts_max`)."""
 
     prefix = "unavailable: gone:"
 
@@ -150,9 +150,9 @@ def from_wire(message: str, where: str) -> ServingError:
 
 
 def from_broken_call(where: str, code: object, details: str | None) -> WorkerUnavailable:
-    """The error of a call whose connection failed: WorkerUnreached if the call was not sent or the
-    peer did not answer. WorkerUnavailable if the peer closed the connection, because the request
-    may have crashed the worker."""
+    """The error of a call whose connection failed. WorkerUnreached: the call was not sent, or the
+    peer did not answer. WorkerUnavailable: the peer closed the connection, possibly because the
+    request crashed the worker."""
     text = (details or "").lower()
     is_cut = "UNAVAILABLE" in str(code) and any(words in text for words in LINK_CUT)
     is_unreached = is_cut or GRPC_NEVER_SENT in text

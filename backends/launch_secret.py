@@ -1,4 +1,4 @@
-"""The secret with which the processes of a launch authenticate calls and messages.
+"""The secret with which the processes of one `mooncake serve` authenticate calls and messages.
 
 `mooncake serve` makes a new secret at each start on a single machine; the hosts of a deployment
 share one secret. The launcher puts the secret into the environment of its processes, never into an

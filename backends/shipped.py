@@ -20,7 +20,7 @@ def shipped_checkpoint() -> Path:
 
 
 def named_or_shipped(repository: Path) -> Path:
-    """`repository`, or the shipped repository if it is the missing default. Only for reading."""
+    """`repository`. If it is the default and does not exist, the shipped one, only for reading."""
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         return shipped_repository()
     return repository

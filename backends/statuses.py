@@ -1,8 +1,8 @@
 """The gateway's HTTP status for each kind of error.
 
 Triton's HTTP interface has no status for the kind of an error. The first word of the message shows
-the kind (errors.py). The gateway translates it into a status, an error type of OpenAI's interface
-and a machine-readable code (table: docs/reference/gateway.md, Errors). Pure.
+the kind (errors.py). The gateway translates the kind into a status, an error type of OpenAI's
+interface and a machine-readable code (table: docs/reference/gateway.md, Errors). Pure.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from mooncake_store.keys.curve import is_loopback
 from mooncake_store.keys.folder import MEMBER, Keys, LiveFiles
 from mooncake_store.keys.tls import TlsContexts
 
-# Words in gRPC's error text: the TLS handshake failed; the peer closed the connection.
+# Words of gRPC's error text: if the TLS handshake failed, and if the peer closed the connection.
 HANDSHAKE = ("handshake", "certificate", "ssl", "tls", "wrong_version_number")
 SILENT = ("socket closed", "connection reset", "recvmsg")
 

@@ -19,8 +19,8 @@ PYTHON_MIN, PYTHON_END = (3, 10), (3, 14)  # first supported, first unsupported 
 PAGE_BYTES = 4096  # size of a memory page that is not a huge page
 FILES_WANTED, FILES_MIN = 4096, 256  # open files; each client, worker and node uses a few
 RATE_WANTED = 200e6  # bytes/s read from another node; below it, computing KV may be faster
-NIXL_OVER_TCP_MIN = 1.2  # expected rate of NIXL / rate of TCP, on one host; measured: 1.2 to 4
-SKEW_S_MAX = 2.0  # tolerated clock difference; it is read from HTTP dates of whole seconds
+NIXL_OVER_TCP_MIN = 1.2  # lowest normal rate of NIXL / rate of TCP on one host; measured: 1.2 to 4
+SKEW_S_MAX = 2.0  # tolerated clock difference, measured with HTTP dates of whole seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def native_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def shm_findings(facts: HostFacts) -> Iterator[Finding]:
-    """Room in /dev/shm and memory. Whether a start fits: backends/launcher/environment.py."""
+    """/dev/shm, its pages, and free memory. Whether a start fits is checked in `start_findings`."""
     size, free = facts.shm_bytes / 2**20, facts.shm_free_bytes / 2**20
     said = f"{size:.0f} MiB, {free:.0f} MiB free"
     if facts.shm_bytes and facts.shm_bytes < 2**30:

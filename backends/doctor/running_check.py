@@ -20,7 +20,7 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 
 ASK_S_MAX = 10.0  # timeout in s of a GET from the launcher's metrics port
-REQUEST_S_MAX = 60.0  # timeout in s of the timed request
+REQUEST_S_MAX = 60.0  # timeout in s of each read while a request is timed
 DIRECTORY_S_MAX = 3.0  # timeout in s of a call to the directory
 TTFT_S_WANTED = 2.0  # longest normal time to first token of a prompt of a few tokens
 PROMPT = "It is a truth"

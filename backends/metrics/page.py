@@ -82,8 +82,8 @@ class MetricPage:
     def __init__(self, publisher: str, make: Callable[[Metric, dict[str, str]], Series]) -> None:
         """`publisher`: conductor, prefill or decode. `make`: creates a series in Triton.
 
-        Counters and histograms with known label values are created at once, with 0, so that a query
-        need not distinguish "none" from "not yet".
+        Counters and histograms whose label values table.py lists are created at once, with 0. So a
+        query need not distinguish "none" from "not yet".
         """
         self._publisher = publisher
         self._make = make

@@ -20,7 +20,7 @@ GATEWAY = "gateway"  # no Triton backend: the gateway processes (`mooncake serve
 WORKERS = (PREFILL, DECODE)
 
 # Upper bounds of histogram buckets. Each bound is 1.25 to 2 times the previous bound, so an
-# interpolated percentile between 0.5 ms and 120 s is wrong by at most this factor.
+# interpolated percentile between 0.5 ms and 120 s is wrong by at most a factor of 2.
 SECONDS = (
     0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075,
     0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 30.0, 60.0, 120.0,

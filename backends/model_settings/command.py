@@ -46,7 +46,7 @@ from mooncake_store.cli.arguments import parse_nodes
 console = Console(highlight=False, markup=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 EARLIER_S_MAX = 30.0  # limit in s of the wait until an earlier edit of the model is loaded
-READY_S_MAX = 300.0  # as in `mooncake serve`, because a large checkpoint loads slowly
+READY_S_MAX = 300.0  # default of --ready-s-max; a large checkpoint loads slowly
 
 app = typer.Typer(
     name="config",
@@ -130,7 +130,7 @@ def diff(
 
 
 def served_otherwise(running: RunningSettings) -> list[str]:
-    """One line for each setting of a running system that differs from its files. Pure."""
+    """One line for each difference between a running system and the files it serves. Pure."""
     found = [
         f"the running system: --{name} {value} overrides the files"
         for name, value in running.options.items()

@@ -64,8 +64,8 @@ def plan_edit(
     """Raises EditRefused with every mistake. `running`: the system that serves `texts`, if any."""
     problems: list[str] = []
     wanted: dict[str, dict[str, str]] = {}
-    # First the assignments that give workers further parameters (ADDING): later patterns match only
-    # models that have the assigned parameter.
+    # First apply the assignments that give workers further parameters (ADDING), because a pattern
+    # matches only models that have the assigned parameter.
     ordered = sorted(assignments, key=lambda each: not each.split("=")[0].strip().endswith(ADDING))
     for assignment in ordered:
         try:

@@ -84,8 +84,8 @@ def reading_problem(model: str, raw: bytes) -> str:
 
 
 def without_comments(text: str) -> str:
-    """The text without comments and with single spaces. Triton reloads a model only if two texts
-    differ in this form."""
+    """The text without comments and with single spaces. Triton reloads a model only if this form of
+    its config.pbtxt changes."""
     return " ".join(COMMENT.sub(r"\g<string>", text).split())
 
 

@@ -39,7 +39,7 @@ CLASSES: Mapping[str, tuple[type[Any], ...]] = {
     "postprocessing": (TokenizerConfig,),
 }
 INPUTS = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
-STAGES_MAX = 1024  # limit of the stages of one pipeline group that are searched for a missing one
+STAGES_MAX = 1024  # stages of a pipeline group beyond this number are not searched for gaps
 # Parameters that must be equal in a pipeline group. FINGERPRINT must be equal in all workers.
 OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
 

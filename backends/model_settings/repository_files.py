@@ -64,7 +64,7 @@ def by_number(model: str) -> tuple[str, int, str]:
 
 
 def sole_setter(repository: Path, report: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Allow one `mooncake config set` at a time, so that each can follow its own edit."""
+    """Allow one `mooncake config set` at a time. Otherwise a call could await another's edit."""
     if not os.access(repository, os.R_OK):
         return contextlib.nullcontext()  # reading the repository reports the problem
     return sole_writer(repository, lambda: report("waits for another `mooncake config set`"))

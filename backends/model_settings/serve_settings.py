@@ -2,8 +2,8 @@
 
 An option overrides its parameter in every config.pbtxt. The launcher does not write to the model
 repository: it renders *mirrors*, copies that the Tritons poll. Edits of other parameters therefore
-take effect as usual. If an option wants more workers than there are folders, further workers are
-*made* from the first served worker of their role. Made workers use the storage nodes in turn.
+take effect as usual. If a role has fewer folders than wanted workers, further workers are *made*
+from the first served folder of this role. Made workers use the storage nodes in turn.
 
 Not here: writing the mirrors (backends/launcher/repository.py).
 """

@@ -1,7 +1,7 @@
 """Triton entry point of postprocessing: token ids to text, the ensemble's last step.
 
-The model has no state. The bytes of a character may belong to tokens of two messages, so a message
-has the tokens before it as `context_ids`. Detokenisation is in backends/text/text_stream.py.
+The model has no state. A character may be divided between two messages of a stream, so a message
+also has the tokens before it (`context_ids`). Detokenisation is in backends/text/text_stream.py.
 """
 
 from backends.config_pbtxt import TokenizerConfig, checkpoint_folder, read_config

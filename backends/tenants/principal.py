@@ -55,7 +55,7 @@ def principal_of(
     if keys is None:
         return Principal(named if isinstance(named, str) else "")  # parsing rejects other types
     if not named and not proof:
-        # `describe` reveals no secrets, and the gateway sends it without a tenant.
+        # `describe` returns the service's public properties. The gateway sends it without a tenant.
         if not keys.serves_keyless and parameters.get("describe") is not True:
             raise Forbidden("this server serves only requests with an API key")
         return Principal(DEFAULT, keys.tenant(DEFAULT))

@@ -1,9 +1,9 @@
 """The proof that a request's tenant was set by the gateway and not by a client.
 
 The gateway looks up the API key and sends the tenant's name with a proof: the time, and an HMAC of
-name and time. Its key is the secret of the launch (launch_secret.py), which gateway and frontend
-have and clients do not. A proof is valid for a minute, so a logged proof is soon useless. In a
-deployment with `insecure: true` the secret can be guessed, so proofs can be forged.
+name and time. The HMAC's key is the secret of the launch (launch_secret.py), which clients do not
+have. A proof is valid for a minute, so a logged proof is soon useless. In a deployment with
+`insecure: true` the secret can be guessed, so proofs can be forged.
 
 Not here: API keys (api_keys.py), the use of a proven tenant (principal.py).
 """

@@ -68,7 +68,7 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class TenantsFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     tenants: dict[str, TenantEntry] = {}
     keys: list[KeyEntry] = []
-    # Requests without a tenant at Triton's own ports: "served" as those of DEFAULT, or "refused".
+    # At Triton's own ports, requests without a tenant are "served" (as DEFAULT's) or "refused".
     keyless: str = "served"
 
 

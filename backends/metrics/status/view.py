@@ -18,7 +18,7 @@ class Page:
     """One reading of the metrics page: the series whose name begins with `mooncake_`."""
 
     read_at_s: float  # time of the reading, in s of a monotonic clock
-    # Name -> (labels, value) of each series. A histogram has the names NAME_bucket and so on.
+    # Name -> (labels, value) of each series. A histogram N has N_bucket, N_sum and N_count.
     series: Mapping[str, list[tuple[Labels, float]]] = field(default_factory=dict)
 
     @property
@@ -116,7 +116,7 @@ class Latency(msgspec.Struct, frozen=True):
 
     p50_s: float | None
     p90_s: float | None
-    count: int  # requests with this latency
+    count: int  # requests that the percentiles cover
 
 
 class PeriodView(msgspec.Struct, frozen=True):
@@ -163,7 +163,7 @@ class View(msgspec.Struct, frozen=True):
     flips_proposed: dict[str, int]  # proposed role changes since the start, by the new role
     recent: PeriodView
     total: PeriodView
-    retries: int  # since the server started
+    retries: int  # further attempts of requests, since the server started
     workers: list[WorkerView]
     transfer_bytes_per_s: dict[str, float]  # by transport
     transfer_failures: int  # since the server started
@@ -255,7 +255,7 @@ def _worker(change: Change, name: str, role: str, node: str) -> WorkerView:
 
 
 def nodes(change: Change) -> list[Node]:
-    """The storage nodes in the directory. A node that left the directory has 0 bytes: skip it."""
+    """The storage nodes in the directory. A node that left has 0 bytes and is left out."""
     sizes = change.now.by("mooncake_store_bytes_max", "node")
     used = change.now.by("mooncake_store_bytes_used", "node")
     blocks = change.now.by("mooncake_store_blocks", "node")

@@ -35,7 +35,7 @@ from backends.metrics.status.view import ROLES, PeriodView, View, view
 from mooncake_store.cli.arguments import shown_bytes
 
 BAR_CELLS = 10
-COLUMNS_WANTED = 100  # a narrower terminal gets no bars, and each table on lines of its own
+COLUMNS_WANTED = 100  # a narrower terminal gets no bars, and no tables side by side
 NOTHING = "-"
 
 
