@@ -25,8 +25,8 @@ from backends.workers.protocol import DecodeReply, PrefillReply
 
 
 class RequestTrace:
-    """Several threads may record. The records of one attempt must come in order. A record after
-    `ended` has no effect; it comes from a call that was abandoned."""
+    """Several threads may record. The records of one attempt must be made in order. A record
+    after `ended` has no effect; it is from a call that was abandoned."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Triton's Python backend API, and the models of the workers."""
+"""Access to Triton's Python backend API, and the Triton model of the workers."""

@@ -1,4 +1,4 @@
-"""The thread that publishes one model's metrics a few times a second."""
+"""The thread that publishes one model's metrics every PERIOD_S."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from backends.metrics.page import MetricPage
 
 log = logging.getLogger(__name__)
-PERIOD_S = 0.2
+PERIOD_S = 0.2  # pause between two rounds
 
 Publish = Callable[[MetricPage, Any, float], None]  # (page, subject, now_s)
 
 
 class MetricsLoop:
     def __init__(self, make_page: Callable[[], MetricPage], publish: Publish, subject: Any) -> None:
-        """`make_page` is called in the thread, because it takes dozens of round trips to Triton."""
+        """Starts the thread. It calls `make_page`, which takes dozens of round trips to Triton."""
         self._make_page = make_page
         self._publish = publish
         self._subject = subject
@@ -28,7 +28,7 @@ class MetricsLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish the last counts and set gauges to 0. Call it after the subject's close."""
+        """Publish the final values of counters and set gauges to 0. Close the subject first."""
         self._is_closing.set()
         self._thread.join(timeout=5.0)
 

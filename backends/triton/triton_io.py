@@ -1,8 +1,7 @@
-"""The only file that uses Triton's Python backend API; all others run under plain pytest.
+"""Adapter to Triton's Python backend API. No other file uses this API, so they run under pytest.
 
-It translates requests to dicts of flat numpy arrays, replies to responses, errors to Triton errors
-with the right code, and metrics to series on Triton's metrics port. It reads the `parameters` of
-config.pbtxt.
+Translates requests to flat numpy arrays, replies to responses, errors to Triton errors with a code,
+and metrics to series on Triton's metrics port. Reads the `parameters` of config.pbtxt.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ def start_logging() -> None:
 
 
 def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
-    """(model name, `parameters` of its config.pbtxt, number of instances)."""
+    """(model name, `parameters` of its config.pbtxt, number of instances) from `initialize`."""
     config = json.loads(args["model_config"])
-    # Names with a leading underscore belong to the launcher (launcher/repository.py).
+    # The launcher adds names with a leading underscore (launcher/repository.py).
     raw = {
         key: value["string_value"]
         for key, value in config.get("parameters", {}).items()
@@ -74,50 +73,51 @@ def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
 
 
 def repository_of(args: Mapping[str, str]) -> str:
-    """The operator's model repository. Under the launcher, Triton polls a mirror of it."""
+    """The operator's model repository. `args` may have a mirror of it that the launcher made."""
     path = Path(args["model_repository"])
     polled = path.parent if path.name == args["model_name"] else path
     return os.environ.get("MOONCAKE_REPOSITORY", str(polled))
 
 
 def load_error(error: Exception) -> Exception:
-    """The exception for `initialize` that makes Triton log the message without a traceback."""
+    """The exception to raise in `initialize`, for which Triton logs no traceback."""
     missing = explained(error) if isinstance(error, ImportError) else ""
     message = f"it {missing}" if missing else str(error)
     return pb.TritonModelException(_decodable(message))
 
 
 def _decodable(message: str) -> str:
-    """Replace bytes of paths that the stub's locale cannot decode: pybind11 would abort."""
+    """Replace surrogates, which stand for undecodable bytes of paths. pybind11 would abort."""
     return message.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def inputs_of(request: Any) -> dict[str, np.ndarray]:
-    """The request's tensors by name, without the batch dimension's nesting (flat)."""
+    """The request's tensors by name, flat."""
     return {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in request.inputs()}
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
-    """The request's KServe parameters; {} without any.
+    """The request's KServe parameters.
 
-    Triton removes its own parameter `timeout`, which is added as `timeout_ms` unless that is given.
+    Triton handles its own parameter `timeout` (in us) itself. Its value becomes `timeout_ms`,
+    except if the client also sent `timeout_ms`.
     """
     text = request.parameters()
     found: dict[str, Any] = json.loads(text) if text else {}
     if timeout_us := int(request.timeout()):
         found.setdefault("timeout_ms", max(1, timeout_us // 1000))
-    # Triton forwards a header with the capitals of its client.
+    # Triton forwards a header in the spelling of the client, such as `Traceparent`.
     for name in [each for each in found if each != TRACEPARENT and each.lower() == TRACEPARENT]:
         found.setdefault(TRACEPARENT, found.pop(name))
     return found
 
 
 class Reply:
-    """The response stream of one request. Thread-safe. A closed reply ignores further calls."""
+    """Response stream of one request. Thread-safe. Calls after the final response do nothing."""
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
-        self.outputs = frozenset(request.requested_output_names())  # all if the client named none
+        self.outputs = frozenset(request.requested_output_names())  # by default all of the model
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -134,10 +134,10 @@ class Reply:
         self._send(error_response(error), is_final=True)
 
     def is_cancelled(self) -> bool:
-        """Whether the client has disconnected; False once the reply is closed.
+        """Whether the client cancelled or disconnected. False after the final response.
 
-        Under the lock, because is_cancelled after the final response crashes the whole server
-        (Triton 2.51: TRITONBACKEND_ResponseFactoryIsCancelled on a deleted factory).
+        Holds the lock, because a call of Triton's is_cancelled after the final response crashes the
+        server (Triton 2.51: TRITONBACKEND_ResponseFactoryIsCancelled on a deleted factory).
         """
         with self._lock:
             return not self._is_closed and bool(self._sender.is_cancelled())
@@ -152,20 +152,20 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class WorkerCall:
-    body: Any
-    token_ids: np.ndarray
+    body: Any  # PrefillRequest or DecodeRequest
+    token_ids: np.ndarray  # int32 [tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class StopCall:
-    request_id: str
+    request_id: str  # the request to stop
 
 
 def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | StopCall:
-    """Parse a call to a prefill or decode worker.
+    """Parse a call to a prefill or decode worker. `parse`: decodes the body of the request.
 
-    Raises WorkerDistrusts for a call with another secret, WorkerGone for a call of another release,
-    and InvalidRequest for anything else.
+    Raises WorkerDistrusts for a wrong secret, and WorkerGone for another version of the protocol.
+    Raises InvalidRequest for a missing secret or an invalid call.
     """
     parameters = parameters_of(request)
     given = parameters.get(launch_secret.SECRET_PARAMETER)
@@ -191,7 +191,7 @@ def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | Sto
 
 
 class WorkerReply(Reply):
-    """A worker's replies in the format of the worker protocol."""
+    """The reply of a worker to its frontend, in the format of workers/protocol.py."""
 
     def prefilled(self, token_id: int, reply: PrefillReply) -> None:
         self._reply([token_id], reply)
@@ -208,7 +208,7 @@ class WorkerReply(Reply):
 
 
 def response(outputs: Mapping[str, np.ndarray]) -> Any:
-    """One response; all arrays but UNBATCHED_OUTPUTS get the batch dimension."""
+    """One response. All arrays except UNBATCHED_OUTPUTS get a batch dimension of 1."""
     return pb.InferenceResponse(
         [
             pb.Tensor(name, value if name in UNBATCHED_OUTPUTS else value[np.newaxis])
@@ -229,20 +229,20 @@ def error_response(error: Exception) -> Any:
 
 
 def error_message(error: Exception) -> str:
-    """The error text for the client or frontend; an unexpected error is logged with traceback."""
+    """The error text for the caller. Logs an unexpected error with its traceback."""
     if isinstance(error, ServingError):
         return error.wire_message()
     log.error("internal error", exc_info=error)
     return f"internal_error: {type(error).__name__}: {error}"
 
 
-# Kept until the process exits: freeing a metric or family while its model is loaded corrupts the
-# memory of the whole server (Triton 2.51, docs/decisions/0010).
+# Keeps metrics and families until the process exits. Freeing one while its model is loaded corrupts
+# the memory of the whole server (Triton 2.51, docs/decisions/0010).
 _METRICS_FOR_EVER: list[Any] = []
 
 
 class MetricSeries:
-    """Makes series on Triton's metrics port, labelled with the model (see metrics/page.py)."""
+    """Makes time series on Triton's metrics port, with the label `model` (for metrics/page.py)."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -250,7 +250,7 @@ class MetricSeries:
         self._series: dict[tuple[str, tuple[tuple[str, str], ...]], Any] = {}
 
     def __call__(self, metric: Metric, labels: dict[str, str]) -> Any:
-        """The series of a metric and labels; made once, and shared by several pages."""
+        """The series of a metric and labels. Later calls return the same series."""
         key = metric.name, tuple(sorted(labels.items()))
         if key not in self._series:
             self._series[key] = self._made(metric, labels)
@@ -271,5 +271,5 @@ class MetricSeries:
 
 
 def metrics_loop(model: str, publisher: str, publish: Publish, subject: Any) -> MetricsLoop:
-    """Publishes the metrics of `subject` until closed; `publisher`: the backend in the table."""
+    """Starts to publish the metrics of `subject`. `publisher`: its backend in metrics/table.py."""
     return MetricsLoop(lambda: MetricPage(publisher, MetricSeries(model)), publish, subject)

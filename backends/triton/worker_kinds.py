@@ -1,6 +1,7 @@
-"""Makes the worker of a role with the driver of its engine, and reads its parameters.
+"""Reads the parameters of a prefill or decode worker, and makes the worker.
 
-Not here: the parameters themselves (backends/config_pbtxt.py, engine/trtllm/settings.py), Triton.
+A *driver* connects a worker to its engine. A *flipping* worker can change its role. Not here: the
+parameters themselves (backends/config_pbtxt.py, engine/trtllm/settings.py), Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from backends.engine.trtllm import settings as trtllm_settings
 CONFIGS: Mapping[str, Any] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 OTHER_ROLE: Mapping[str, str] = {"prefill": "decode", "decode": "prefill"}
 
-if TYPE_CHECKING:  # Triton retries a model with a wrong config.pbtxt every second: import late
+if TYPE_CHECKING:  # Imports are late: Triton retries a wrong config.pbtxt every second.
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.pipeline.later_stage import StageWorker
     from backends.workers.prefill_worker import PrefillWorker
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # Triton retries a model with a wrong config.pbtxt every seco
 def config_classes(
     role: str, raw: Mapping[str, str]
 ) -> tuple[tuple[type[Any], ...], Callable[..., Iterable[str]]]:
-    """(config classes of a worker's parameters, function that finds problems across them)."""
+    """(config classes for the parameters `raw`, function that finds problems across configs)."""
     own, other = CONFIGS[role], CONFIGS[OTHER_ROLE[role]]
     if raw.get("engine", "") == "tensorrt_llm":
         return (own, trtllm_settings.TrtllmConfig), trtllm_settings.problems_together
@@ -35,13 +36,13 @@ def config_classes(
 
 
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
-    """The worker's config, then that of its engine or its other role, if it has one."""
+    """The worker's config, then the config of TensorRT-LLM or of its other role, if it has one."""
     classes, together = config_classes(role, raw)
     return read_configs(classes, model, raw, count, together)
 
 
 def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:
-    """The driver of the worker's engine. Imports are local, to load only the needed engine."""
+    """Loads the worker's engine. `of_engine`: the config of TensorRT-LLM, if it is the engine."""
     if config.engine == "tensorrt_llm":
         from backends.workers.trtllm.decode import TrtllmDecode
         from backends.workers.trtllm.prefill import TrtllmPrefill
@@ -62,7 +63,7 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
 def make_worker(
     role: str, model: str, repository: str, config: Any, *more: Any
 ) -> PrefillWorker | StageWorker | DecodeWorker:
-    """`more`: the config of its engine, if it has one."""
+    """Makes a worker with one role. `more`: the config of TensorRT-LLM, if it is the engine."""
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.prefill_worker import PrefillWorker
 
@@ -82,7 +83,7 @@ def make_worker(
 def make_flipping_worker(
     role: str, model: str, repository: str, config: Any, of_other_role: Any
 ) -> FlippingWorker:
-    """A worker of both roles, which starts with `role`. Measures the speed of both if needed."""
+    """A worker of both roles, first `role`. Measures the speed of a role without a profile."""
     from backends.workers import machine_profile
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.lasting_parts import LastingParts

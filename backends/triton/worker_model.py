@@ -1,7 +1,6 @@
 """The common Triton model of prefill and decode workers: initialize, execute, finalize.
 
-Translation only: Triton requests in, Triton responses out. The workers are in prefill_worker.py and
-decode_worker.py, which do not depend on Triton.
+The workers themselves (workers/prefill_worker.py, decode_worker.py) do not depend on Triton.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from backends.triton.metrics_loop import MetricsLoop
 from backends.triton.worker_kinds import make_flipping_worker, make_worker, read_worker_configs
 from backends.workers.protocol import DecodeRequest, PrefillRequest
 
-CLOSE_S_MAX = 30.0
+CLOSE_S_MAX = 30.0  # time for running requests to finish when the model is unloaded
 
 
 class WorkerModel:
@@ -66,12 +65,12 @@ class WorkerModel:
         self._worker.on_change = self._changed
 
     def _changed(self, worker: Any) -> None:
-        """Publish other metrics, because the worker has changed its role."""
+        """Publish the metrics of the new role, after the worker has changed its role."""
         self._metrics.close()
         self._metrics = self._metrics_of(worker, self._metrics.page)
 
     def _metrics_of(self, worker: Any, before: MetricPage | None = None) -> MetricsLoop:
-        """`before`: the page of its other role."""
+        """`before`: the page of the worker's earlier role, whose lasting counters continue."""
         # Imported late, because Triton retries a model with a wrong config.pbtxt every second.
         from backends.workers import metrics as worker_metrics
 
