@@ -141,7 +141,7 @@ def native_findings(facts: HostFacts) -> Iterator[Finding]:
 
 
 def shm_findings(facts: HostFacts) -> Iterator[Finding]:
-    """/dev/shm, its pages, and free memory. Whether a start fits is checked in `start_findings`."""
+    """/dev/shm, its pages, and free memory. command.py checks whether the next start fits."""
     size, free = facts.shm_bytes / 2**20, facts.shm_free_bytes / 2**20
     said = f"{size:.0f} MiB, {free:.0f} MiB free"
     if facts.shm_bytes and facts.shm_bytes < 2**30:
