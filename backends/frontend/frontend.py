@@ -43,8 +43,9 @@ from backends.workers.protocol import TakeRole, WorkerOutbox
 from conductor.messages import RoleFlip
 
 log = logging.getLogger(__name__)
-FAIL_S_MAX = 2.0  # longest wait in `close` for requests that were failed
-Verb = Callable[[dict[str, Any]], dict[str, object]]  # parameters -> facts of the answer
+FAIL_S_MAX = 2.0  # longest wait in `close` for the end of requests that `close` failed
+# Answers one value of the parameter `describe`: parameters -> facts.
+Verb = Callable[[dict[str, Any]], dict[str, object]]
 
 
 class Frontend:
@@ -69,10 +70,10 @@ class Frontend:
         self._calls = calls
         self.recorder = recorder
         self.tracing = tracing
-        # Threads beyond requests_max wait for abandoned calls to end.
+        # requests_max threads serve requests; as many more wait for abandoned calls to end.
         self._pool = ThreadPoolExecutor(2 * config.requests_max, thread_name_prefix="request")
-        self._abandoned: dict[str, tuple[str, str]] = {}  # abandoned call -> its worker
-        self._abandoning = threading.Lock()  # requests are owned by many threads
+        self._abandoned: dict[str, tuple[str, str]] = {}  # id of an abandoned call -> worker
+        self._abandoning = threading.Lock()  # guards _abandoned
         self._running: set[Future[None]] = set()
         self._cap = TenantCap(config.requests_max, config.tenant_requests_share)
         self._entering = threading.Lock()
@@ -132,21 +133,21 @@ class Frontend:
         request.start(inputs, parameters)
 
     def _used_up(self, principal: Principal, in_flight: int | None) -> Overloaded | None:
-        """The rejection by tenant limits that need no prompt, or None; checked before parsing."""
+        """The rejection by limits of the tenant that apply before the prompt is parsed, or None."""
         if principal.limits is None:
             return None
         found = self.cluster.arrived(principal.tenant, principal.limits, in_flight)
         return found and Overloaded(found.kind, found.reason, found.retry_after_s)
 
     def _answer(self, verb: Verb, parameters: dict[str, Any], client: ReplyStream) -> None:
-        """Answer a call with a verb, which counts neither as a request nor as live."""
+        """Answer a call with a verb. Such a call does not count as a request."""
         try:
             client.send(described(verb(parameters), client.outputs), is_final=True)
         except Exception as error:  # Catch all: the pool would drop the exception
             client.fail(error)
 
     def _charge(self, parameters: dict[str, Any]) -> dict[str, object]:
-        """Charge one request to a tenant, for tokenising in the gateway, which has no quotas."""
+        """Charge one request to a tenant for tokenising in the gateway, where no quotas exist."""
         principal = principal_of(parameters, self._keys, self._secret, time.time())
         if (refused := self._used_up(principal, None)) is not None:
             raise refused
@@ -179,7 +180,7 @@ class Frontend:
     def close(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for requests and threads to end, then fail the rest.
 
-        So clients get an answer or an error, and workers stop sending to a process that is gone.
+        So each client gets an answer or an error, and workers get a Stop before this process exits.
         """
         self._wait_idle(timeout_s)
         for request in self.live.all():
@@ -218,5 +219,5 @@ class Frontend:
     def _abandon(self, request_id: str, worker: tuple[str, str]) -> None:
         with self._abandoning:
             self._abandoned[request_id] = worker
-            if len(self._abandoned) > self._config.requests_max:  # most likely, the oldest ended
+            if len(self._abandoned) > self._config.requests_max:  # the oldest has most likely ended
                 del self._abandoned[next(iter(self._abandoned))]

@@ -5,13 +5,13 @@ may use at most its share of the slots, so that a flood leaves slots to the othe
 flight are never ended for this: a flood that came first drains, and gets no new slot above its
 share.
 
-A tenant whose request was rejected counts as present for a while. Otherwise a flood that holds
-every slot would keep them, because a tenant without a request in flight would not be seen. Two
-shares may cover all slots. Therefore a tenant that has more requests than a rejected tenant may
-use only an equal part, until the rejected tenant is admitted or has not asked for RECENT_S.
+A tenant whose request was rejected counts as present for RECENT_S, or until it is admitted.
+Otherwise a flood that holds every slot could keep all slots, because no other tenant would count.
+The shares of two tenants may cover all slots. Therefore each tenant that has more requests in
+flight than a present rejected tenant may use only an equal part of the slots.
 
-Triton reports a disconnected client only to a model that polls for it, and not to the models
-called in turn. So one thread polls for every request in flight, several times a second.
+Triton reports a disconnected client only to a model that polls for it, and not to models that
+this model calls. So one thread polls for every request in flight, several times a second.
 
 Not here: how the request of a disconnected client ends (lifecycle/), shares of computing under
 overload (conductor/admission/fair_share.py), a request's tenant (tenants/principal.py).
@@ -30,8 +30,8 @@ from backends.frontend.live_request import LiveRequest
 
 log = logging.getLogger(__name__)
 RECENT_S = 5.0  # seconds after its latest rejection for which a tenant counts as present
-REJECTED_TENANTS_MAX = 256  # rejected tenants remembered
-STALL_S = 2.0  # a turn that is later than this: the process or its host was frozen
+REJECTED_TENANTS_MAX = 256  # limit of rejected tenants that count as present
+STALL_S = 2.0  # a poll that is delayed by more than this shows that the process was frozen
 
 
 def slots_of_one(requests_max: int, share: float, tenants: int) -> int:

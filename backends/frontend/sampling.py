@@ -2,13 +2,13 @@
 
 The inputs and their defaults are in model_repository/README.md (Tensors). Some rules:
 
-* a `top_p`, or a `top_k` or `min_p` other than 0, without `temperature` means temperature 1, as in
-  vLLM. Without any of them the answer is greedy;
-* without a `seed` it is 0, as in TensorRT-LLM: the same request has the same answer;
-* `stop_words` [""] means none, as in TensorRT-LLM's examples;
-* a tensor wins over the same value in `sampling_parameters`.
+* `temperature` defaults to 1, as in vLLM, if `top_p` is given, or if `top_k` or `min_p` is not 0.
+  Otherwise it defaults to 0 (greedy).
+* `seed` defaults to 0, as in TensorRT-LLM. So equal requests have equal answers.
+* `stop_words` [""] means no stop words, as in TensorRT-LLM's examples.
+* A tensor takes precedence over the same value in `sampling_parameters`.
 
-Not here: the limits themselves (engine/sampling_params.py).
+Not here: limits of the values (engine/sampling_params.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
-NEVER_ENDS = -1
+NEVER_ENDS = -1  # value of `end_id`: no token ends the answer
 JSON_NAME = "sampling_parameters"
 JSON_BYTES_MAX = 64 * 1024
 TRUE, FALSE = ("true", "1"), ("false", "0")
@@ -49,7 +49,7 @@ TRUE, FALSE = ("true", "1"), ("false", "0")
 def read(
     reader: InputReader, tokenizer: Tokenizer, limits: SamplingLimits, tokens_default: int
 ) -> SamplingParams:
-    """Read the sampling parameters. Broken limits are noted in `reader`; then ignore the result."""
+    """Read the sampling parameters. If `reader` notes a problem, the result must not be used."""
     given = _from_json(reader)
     given |= _tensors(reader)
     is_sampled = bool(given.get("top_k") or given.get("min_p")) or "top_p" in given
@@ -124,8 +124,8 @@ def _top_logprobs(reader: InputReader) -> int:
 def _from_json(reader: InputReader) -> dict[str, Any]:
     """Values given in `sampling_parameters`, by their names and types in SamplingParams.
 
-    Load generators for vLLM's backend write numbers as strings ({"max_tokens": "6"}), so both forms
-    are read. Unsupported keys are rejected by name.
+    Numbers may be strings ({"max_tokens": "6"}), as load generators for vLLM's backend send them.
+    Unsupported keys are rejected by name.
     """
     text = reader.text(JSON_NAME, JSON_BYTES_MAX)
     if text is None or not text.strip():

@@ -6,15 +6,15 @@ The format is that of the published traces, which `mooncake replay`, `simulate` 
 
 `timestamp` counts from the start of the recorder. `output_length` counts tokens sent to the client;
 it is 0 for a request that ended before its first token. A hash id names a block of 512 tokens and
-all tokens before it; the last block may be shorter. Ids are keyed hashes, with a key of 32 random
-bytes that is never written. So texts cannot be tried against a recording, and two recordings share
-no ids. Tenants with different cache salts share no ids, as they share no KV.
+all tokens before it; the last block may be shorter. Ids are keyed hashes. Each recorder has a key
+of 32 random bytes, which is never written. So a guessed text cannot be checked against a recording,
+and two recordings share no ids. Tenants with different cache salts share no KV, and no ids.
 
-A request only appends to a bounded queue, which a thread writes. While the disk is slow, full or
+A request is appended to a bounded queue, and a thread writes it. While the disk is slow, full or
 gone, requests are dropped and counted. Each line is one write. So a frontend that is killed leaves
 at most one partial line, which the next recorder of the folder cuts off. Writers lock their files,
 so several frontends can share a folder. When the folder is too large, the oldest files without a
-writer are deleted; on a file system without locks, none are.
+writer are deleted. On a file system without locks, no file is deleted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from mooncake_store.block_keys import KEY_BYTES, block_keys, packed_tokens
 log = logging.getLogger(__name__)
 TRACE_BLOCK_TOKENS = 512  # in the published format, independent of the workers' blocks
 FILES = 8  # files that share recording_bytes_max
-WAITING_MAX = 256  # requests; a prompt of 100,000 tokens is 400 kB
-OPEN_ATTEMPTS = 5
+WAITING_MAX = 256  # requests in the queue; one with 100,000 prompt tokens has 400 kB
+OPEN_ATTEMPTS = 5  # limit of attempts to open a new file
 CLOSE_S_MAX = 2.0
 WARN_EVERY_S = 60.0
 NAMES = "trace-*.jsonl"
@@ -54,12 +54,12 @@ class EndedRequest:
 
     arrived_s: float  # of the monotonic clock
     prompt_ids: np.ndarray
-    output_tokens: int
-    cache_salt: str
+    output_tokens: int  # tokens sent to the client
+    cache_salt: str  # requests with different salts share no KV
 
 
 class SaltedBlocks:
-    """Hash ids keyed with a random salt, which only this object has. Pure except for the salt."""
+    """Makes hash ids with a random key, which only this object has. Pure except for the key."""
 
     def __init__(self) -> None:
         self._salt = secrets.token_bytes(32)
@@ -93,7 +93,7 @@ class TraceFiles:
         self._fd: int | None = self._opened()
 
     def append(self, line: bytes) -> None:
-        """Write the whole line. After an OSError, a part stays only if it cannot be cut off."""
+        """Write the whole line. After an OSError, a part of it stays only if truncation failed."""
         if self._fd is None or (self._size and self._size + len(line) > self._file_bytes_max):
             self.close()
             self._prune(len(line))
@@ -135,7 +135,7 @@ class TraceFiles:
                 is_ours = os.fstat(fd).st_nlink > 0
             if is_ours:
                 return fd
-            # Another recorder took the file, still empty and unlocked, for a leftover.
+            # Another recorder locked or deleted the file, because it was still empty and unlocked.
             self._path.unlink(missing_ok=True)
             os.close(fd)
         raise OSError(f"other recorders deleted each new file in {self._folder}")
@@ -145,16 +145,16 @@ class TraceFiles:
         assert self._fd is not None
         try:
             os.ftruncate(self._fd, self._size)
-        except OSError:  # leave the partial line as the file's end; the next line starts a new file
+        except OSError:  # the partial line stays the file's last; the next line starts a new file
             os.close(self._fd)
             self._fd = None
             raise
 
     def _prune(self, coming_bytes: int) -> None:
-        """Delete the oldest files without a writer, until one more file fits or none is left."""
+        """Delete the oldest files without a writer, until there is room for one more file."""
         found = []
         for path in self._folder.glob(NAMES):
-            with contextlib.suppress(FileNotFoundError):  # another recorder was faster
+            with contextlib.suppress(FileNotFoundError):  # another recorder deleted it
                 state = path.stat()
                 found.append((state.st_mtime, state.st_size, path))
         total = sum(size for _, size, _ in found) + max(coming_bytes, self._file_bytes_max)
@@ -182,7 +182,7 @@ class TraceFiles:
 
 @contextlib.contextmanager
 def _unwritten(path: Path) -> Iterator[int | None]:
-    """The descriptor of the file, locked; None if a recorder writes it, or it cannot be locked."""
+    """The descriptor of the locked file; None if a recorder writes the file, or a lock fails."""
     try:
         fd = os.open(path, os.O_RDWR)
     except OSError:
@@ -199,7 +199,7 @@ def _unwritten(path: Path) -> Iterator[int | None]:
 
 
 class TrafficRecorder:
-    """Records in a thread of its own. `written` and `dropped` count requests. Thread-safe."""
+    """Writes in a thread of its own. `written` and `dropped` count requests. Thread-safe."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         """Raises ConfigError if the folder cannot be written."""
