@@ -96,10 +96,10 @@ def not_sent(request: ClientRequest) -> Set[str]:
 
 
 def names_sent(asked: frozenset[str], left_out: Set[str]) -> tuple[str, ...]:
-    """The outputs to send, in the order of the table.
+    """The outputs to send, in the order of OUTPUTS.
 
-    For a client that names no outputs, Triton requests all of them; then `left_out` is left out. An
-    ensemble requests some outputs by name, and gets each of them in every response, maybe empty.
+    If a client names no outputs, Triton requests all of them, and those in `left_out` are not sent.
+    An ensemble names its outputs. It gets each of them in every response, perhaps empty.
     """
     names = [output.name for output in OUTPUTS]
     if asked.issuperset(names):
@@ -140,7 +140,7 @@ _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
 
 
 def _matrix(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """[tokens, best tokens of each]; either dimension may be 0."""
+    """An array of shape [tokens, likeliest tokens of each]. Either dimension may be 0."""
     return np.array(rows, dtype).reshape(len(rows), len(rows[0]) if rows else 0)
 
 

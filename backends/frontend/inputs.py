@@ -1,7 +1,7 @@
 """Reading a request's tensors: number of values, type and UTF-8 are checked.
 
-Reading never raises. A mistake is noted in `problems`, so that a client gets all mistakes at once,
-and the value counts as not given. Not here: the meaning of the values (request.py).
+Reading never raises. A mistake is noted in `problems`, and the value counts as not given. So a
+client gets all mistakes at once. Not here: the meaning of the values (request.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KINDS = {"INT32": "iu", "UINT64": "iu", "FP32": "f", "BOOL": "b", "STRING": "OSU
 DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}
 NAMES = (*DTYPES, *(tensor.name for tensor in tensors.UNSUPPORTED_INPUTS))
 SHOWN_CHARACTERS_MAX = 40
-SHOWN_PROBLEMS_MAX = 3  # problems shown of the values of one tensor, and of unknown names
+SHOWN_PROBLEMS_MAX = 3  # problems listed of one kind: of one tensor's values, or of unknown names
 INTEGER_MAX = 2**64 - 1
 
 

@@ -1,8 +1,8 @@
 """Metrics of the conductor model on Triton's metrics port: the source of each number.
 
 `MetricsLoop` calls `show` a few times a second. `StoreWatch` gets the directory's numbers of the
-storage nodes once a second, in its own thread. A directory that does not answer costs its client
-two seconds, and the other metrics must not wait for it.
+storage nodes once a second, in its own thread. Its call times out after two seconds, and the other
+metrics must not wait for this timeout.
 
 Not here: the meaning of the names (metrics/table.py).
 """
@@ -30,8 +30,8 @@ class Totals:
     """Counts since the first `look`, added up across restarts of the counting process. Pure.
 
     The directory's own counts cannot be published as counters. They restart with the directory,
-    and a reloaded conductor would add all of them again. While a conductor reloads, its two
-    processes add the same events, so these count twice.
+    and a reloaded conductor would add all of them again. While a conductor reloads, its old and
+    its new process publish the same events, which therefore count twice.
     """
 
     def __init__(self) -> None:
@@ -157,8 +157,8 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
 
 
 def show_store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
-    """Publish the store's metrics. While the directory does not answer, nothing is published, and
-    the gauges go to 0."""
+    """Publish the store's metrics. While the directory does not answer, nothing is published. Then
+    gauges become 0 (MetricPage.gauge)."""
     seen = watch.seen
     if seen is None:
         return

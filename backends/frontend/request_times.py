@@ -32,12 +32,12 @@ from backends.metrics.table import REASONS, TENANT_REASONS
 from backends.tracing.request_spans import Attribute
 from conductor.messages import Prediction
 
-TBT_LONGEST_SHARE = 0.1  # FAST'25, section 5.1
+TBT_LONGEST_SHARE = 0.1  # share of the token intervals that count (Mooncake, FAST'25, section 5.1)
 MESSAGES_PER_FLUSH = 50  # messages after which a stream's intervals are added to the counters
 
 
 class LatencyLimits(NamedTuple):
-    """The SLO of an answer; infinite: no limit."""
+    """The SLO of an answer, in seconds; infinite: no limit."""
 
     ttft_s_max: float = math.inf
     tbt_s_max: float = math.inf
@@ -47,7 +47,7 @@ NO_LIMITS = LatencyLimits()
 
 
 class RequestTimes:
-    """Not thread-safe: only the owner of the request calls it."""
+    """Times and counts of one request. Only `retried` is thread-safe."""
 
     def __init__(
         self, observations: Observations, arrived_s: float, limits: LatencyLimits = NO_LIMITS
@@ -55,21 +55,21 @@ class RequestTimes:
         self._observe = observations.observe
         self._arrived_s = arrived_s
         self._limits = limits
-        # Time of the first and of the latest message with tokens; 0: none was sent.
+        # Monotonic time of the first and of the latest message with tokens; 0: none was sent.
         self.first_s = self._last_s = 0.0
         self._tokens = 0  # tokens sent
         self._gaps_s = array("d")  # seconds between messages; tokens of one message have no gap
         self._counted_intervals, self._counted_s = 0, 0.0
         self._predicted_tbt_s = 0.0
-        self.tenant = ""  # label of its tenant (tenants/tenant_labels.py); "": not counted
+        self.tenant = ""  # label of the tenant (tenants/tenant_labels.py); "": not counted
         self._prompt_tokens = self._cached_tokens = 0
-        self.is_stream = False  # without a stream, intervals between tokens are not counted
+        self.is_stream = False  # False: intervals between tokens are not counted
 
     def retried(self) -> None:
         self._observe("mooncake_retries_total")
 
     def prefilled(self, predicted: Prediction, actual_s: float) -> None:
-        """The prefill reply of an attempt came `actual_s` after the conductor had decided."""
+        """The prefill reply of an attempt came `actual_s` after the routing decision."""
         self._predicted_tbt_s = predicted.tbt_s
         predicted_s = predicted.ttft_s - predicted.handover_s  # the first token needs no hand-over
         self._observe("mooncake_ttft_prediction_error_ratio", _error(predicted_s, actual_s))
@@ -78,7 +78,7 @@ class RequestTimes:
         self._observe(name, actual_s, kind="actual")
 
     def read(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Note the prompt's tokens; only the first prefill reply counts."""
+        """Note the prompt's tokens. Only the first call has an effect."""
         if not self._prompt_tokens:
             self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
@@ -158,7 +158,7 @@ def tbt_s(gaps_s: Sequence[float], intervals: int) -> float:
 
 
 def outcome_of(error: Exception | None) -> str:
-    """The outcome label: "answered", the first word of a ServingError, or "internal_error"."""
+    """The outcome label: "answered", the prefix of a ServingError, or "internal_error"."""
     if error is None:
         return "answered"
     if isinstance(error, Overloaded):
@@ -169,13 +169,13 @@ def outcome_of(error: Exception | None) -> str:
 
 
 def _error(predicted_s: float, actual_s: float) -> float:
-    """Relative error of a prediction; actual times count as at least 1 us."""
+    """Relative error of a prediction; >= 0. An actual time below 1 us counts as 1 us."""
     actual_s = max(actual_s, 1e-6)
     return abs(predicted_s - actual_s) / actual_s
 
 
 def request_attributes(request: ClientRequest, request_id: str) -> dict[str, Attribute]:
-    """Attributes of a parsed request. `request_id`: the frontend's, as in the log."""
+    """Attributes of a parsed request. `request_id`: made by the frontend, as in the log."""
     return {
         "mooncake.request_id": request_id,
         "mooncake.priority": request.priority,
@@ -194,7 +194,7 @@ def end_attributes(state: State, error: Exception | None) -> dict[str, Attribute
 
 
 def end_of_span(error: Exception | None) -> str:
-    """The span's status; "" after success. Texts that may quote a client or tenant are cut."""
+    """The span's status; "" after success. No error text that may quote a client or a tenant."""
     if isinstance(error, Overloaded):
         return f"rejected kind={error.kind}"
     if isinstance(error, InvalidRequest | Forbidden):

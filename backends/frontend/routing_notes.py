@@ -1,10 +1,10 @@
 """Routing notes to the other frontends: their wire format, and the thread that sends them.
 
-A routing decision wakes the sender at once if the last batch is NOTES_S old. Other notes wait at
-most NOTES_S. NOTES_MAX waiting notes wake the sender earlier. Without other frontends, the sender
-sends one heartbeat every ALIVE_S.
+A note reports a routed, prefilled or ended request, so that the other frontends reserve the same
+work. A routing decision wakes the sender at once if the last batch is NOTES_S old. Other notes wait
+at most NOTES_S, or until NOTES_MAX notes wait. An idle sender sends a heartbeat every ALIVE_S.
 
-Requests never wait for notes. The conductor collects the notes, and the sender's thread takes and
+Requests never wait for notes. The Conductor collects the notes, and the sender's thread takes and
 sends them. A batch that the directory does not accept within SEND_S_MAX is dropped. Other frontends
 detect the gap in the batch numbers.
 
@@ -26,8 +26,8 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.events import FrontendNoted
 
-NOTES_S = 0.02  # shortest time between two batches, unless NOTES_MAX notes wait
-NOTES_MAX = 64  # largest batch; this many waiting notes are sent at once
+NOTES_S = 0.02  # shortest time between two batches while fewer than NOTES_MAX notes wait
+NOTES_MAX = 64  # notes in the largest batch; so many waiting notes are sent at once
 SEND_S_MAX = 0.5  # timeout of sending a batch
 ALIVE_S = 1.0  # period of heartbeats while idle; a fraction of frontend_silent_s_max
 
@@ -43,7 +43,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class RoutedMessage(msgspec.Struct, array_like=True, frozen=True):
-    """RoutedNote on the wire. These structs check bounds; conductor/notes.py is without msgspec."""
+    """RoutedNote on the wire. Decoding checks bounds, which conductor/notes.py does not do."""
 
     number: Number
     at_s: Moment
@@ -116,8 +116,7 @@ def pack_notes(batch: NoteBatch) -> bytes:
 
 
 def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
-    """The batch of an event. None if the notes are invalid. Receivers then treat the batch as
-    missing."""
+    """The batch of an event; None if the notes are invalid. The next batch then shows the gap."""
     try:
         message = _decode(event.notes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -148,7 +147,7 @@ def _note(message: msgspec.Struct, kind: type[T]) -> T:
 class NoteSource(Protocol):
     """Source of the notes (ClusterView)."""
 
-    # (notes not yet sent, other frontends known)
+    # (number of notes not yet taken, number of other frontends known)
     def notes_waiting(self) -> tuple[int, int]: ...
     def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch: ...
 

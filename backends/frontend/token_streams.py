@@ -9,8 +9,8 @@ tokens were sent by message, and the tokens that no message carries.
 
 Messages to clients cost CPU time on both sides of the network. A frontend sends at most
 `messages_per_s_max` of them. When its streams produce more tokens, tokens of a stream that arrive
-close together share a message. A stream whose client set a `stream_interval` is not changed. A
-decode worker gets the same limit, and holds back tokens that would wait here (decode_worker.py).
+close together share a message. This limit does not apply to a client that sets `stream_interval`.
+A decode worker gets the limit too, and holds back tokens that would wait here (decode_worker.py).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from backends.workers.protocol import (
     open_inbox,
 )
 
-# A message costs about 0.4 ms of CPU time in the frontend, Triton and a client on the same host, so
-# the first number uses a tenth of each core. The second is about the most that one frontend can
-# send.
+# A message costs about 0.4 ms of CPU time in the frontend, Triton and a client on the same host. So
+# MESSAGES_PER_S_AND_CORE use a tenth of each core. MESSAGES_PER_S_MAX is about the most that one
+# frontend can send.
 MESSAGES_PER_S_AND_CORE, MESSAGES_PER_S_MAX = 250, 4_000
 
 

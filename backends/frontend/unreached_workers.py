@@ -1,10 +1,11 @@
 """Workers that this frontend cannot call: excluded from routing until a probe succeeds.
 
 A worker that refuses the connection, or whose link is cut, keeps reporting to the directory, and
-looks idle because it gets no requests. So the first call that cannot reach the worker excludes it
+looks idle because it gets no requests. So the first call that does not reach the worker excludes it
 from routing. The exclusion holds for this frontend only, because other frontends may reach the
-worker. Probes, not requests, find out when it can be called again. A worker with another secret
-(WorkerDistrusts) is not probed; its exclusion ends when the process leaves the directory.
+worker. Probes, not requests, detect when the worker can be called again. A worker with another
+launch secret (WorkerDistrusts) is not probed. Its exclusion ends when its process has left the
+directory.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ CLOSE_S_MAX = 0.5
 
 
 class UnreachedWorkers:
-    """The set of unreached workers. One lock guards it together with its report to the conductor,
-    because calls and probes of a worker run at the same time."""
+    """The set of unreached workers. Its lock is also held while the Conductor is notified, because
+    calls and probes of a worker may end at the same time."""
 
     def __init__(self, cluster: ClusterView, probe: Callable[[str], None]) -> None:
         """`probe`: GrpcCalls.probe."""
@@ -65,7 +66,7 @@ class UnreachedWorkers:
             self._probe_all()
 
     def _probe_all(self) -> None:
-        """Probe each worker once, several at a time, because a probe over a cut link times out."""
+        """Probe each worker once. Several probes run at a time, because some of them time out."""
         with self._lock:
             unreached = dict(self._errors)
         wait([self._probes.submit(self._look, *each) for each in unreached.items()])
@@ -87,7 +88,7 @@ class UnreachedWorkers:
     def _forget(self, worker: tuple[str, str], seen: ServingError, is_there: bool) -> None:
         with self._lock:
             if self._errors.get(worker) is not seen:
-                return  # a call has failed since; the next probe decides
+                return  # a call has failed since this probe began; the next one decides
             if is_there:
                 self._cluster.worker_reached(*worker, is_reached=True)
                 log.warning("%s can be reached again", worker[0])

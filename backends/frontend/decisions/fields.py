@@ -4,14 +4,15 @@ The `decision` output of a request:
 
     policy, admission          names of the policies that decided
     prefill, decode            the chosen pair of workers
-    predicted                  its Prediction (conductor/messages.py): seconds, decode_sequences
+    predicted                  the pair's Prediction, described in conductor/messages.py
     predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
     second_fetch_node          predicted sources of the prefix
-    queue_order, place_s       order of the queue; queue order key minus decision time, in seconds
+    queue_order                name of the prefill queue's order
+    place_s                    seconds: the request's key in that order, minus the decision time
     candidates                 the best pairs, chosen first, each with its terms and a verdict:
                                chosen, slower, or why it would have been rejected
     candidates_left_out        number of further pairs
-    advice                     advisory mode: the rejection that was not carried out
+    advice                     advisory mode: the rejection that was not applied
     cached_tokens, fetched_blocks, fetched_bytes, queue_ahead, queue_s, load_s, prefill_s, put_s
                                measured by the prefill worker
     fetched_from               bytes that each node sent for the prefix
@@ -27,7 +28,7 @@ The state of the cluster, for the parameter `describe` with the value `cluster`:
     hot_prefixes               hottest first: hash, blocks, hits per second, leading blocks by node
     decisions                  the latest, newest first
 
-The state contains numbers, names and hashes. The only client input is the tenant's name, without
+The state contains numbers, names and hashes. Its only text of a client is the tenant's name without
 API keys. Not here: access control (frontend.py, tenants/principal.py), display (gateway/page).
 """
 

@@ -1,8 +1,7 @@
-"""The latest decisions of a frontend, with their terms and outcomes. Without any prompt.
+"""The latest decisions of a frontend, with their predictions and outcomes. Without any prompt.
 
-A bounded ring, written at each decision. Listing the other pairs costs time. So they are listed for
-a client that requests them (`return_decision`), and otherwise for one decision every
-EXPLAIN_EVERY_S.
+A bounded ring, written at each decision. Listing the best pairs of workers costs time. So they are
+listed for a client that requests them (`return_decision`), and otherwise once in EXPLAIN_EVERY_S.
 
 Thread-safe. Not here: deciding (conductor/), the JSON of decisions (fields.py).
 """
@@ -17,16 +16,16 @@ from conductor.messages import Explanation, Reject, Request, Route
 DECISIONS_MAX = 32
 CANDIDATES_MAX = 6  # candidate pairs kept of each decision
 EXPLAIN_EVERY_S = 0.5
-HASH_BYTES_SHOWN = 6  # enough to tell prefixes apart
+HASH_BYTES_SHOWN = 6  # enough to distinguish prefixes
 NOT_EXPLAINED = Explanation((), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A route, and the best pairs that it was chosen from, if they were requested."""
+    """A route, with the best pairs of workers if they were requested."""
 
     route: Route
-    decided_at_s: float  # on the clock of route.order_key_s
+    decided_at_s: float  # monotonic time, as route.order_key_s
     explained: Explanation = NOT_EXPLAINED
 
 
@@ -52,7 +51,7 @@ class LatestDecisions:
         self._explained_s = float("-inf")
 
     def wants_candidates(self, now_s: float) -> bool:
-        """Whether to list the pairs of the next decision; True once every EXPLAIN_EVERY_S."""
+        """Whether to list the best pairs of the next decision; True once in EXPLAIN_EVERY_S."""
         with self._lock:
             if now_s - self._explained_s < EXPLAIN_EVERY_S:
                 return False
