@@ -198,7 +198,7 @@ class Conductor:
     def on_arrival(
         self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
     ) -> Reject | None:
-        """Check the tenant's limits for one more request, before its prompt is parsed.
+        """The rejection by the tenant's limits of one more request, not parsed yet; None: admitted.
 
         `in_flight`: the tenant's requests at this frontend, including requests still being parsed.
         None: the call is not a request (for example /tokenize), so requests_in_flight_max does not
@@ -339,8 +339,8 @@ class Conductor:
     def on_prefill_finished(
         self, request_id: str, now_s: float, cached_tokens: int, seconds: float | None = None
     ) -> None:
-        """The prefill ended with the first token. `seconds`: prefill time; None: not reported.
-        Unknown requests and repeated calls are ignored."""
+        """Move the request's load from prefill to decode, after its first token. `seconds`: prefill
+        time; None: not reported. Unknown requests and repeated calls are ignored."""
         now_s = self._advance(now_s)
         routed = self._cluster.in_flight.get(request_id)
         if routed is None or routed.prefill_done:
@@ -434,12 +434,12 @@ class Conductor:
 
     @property
     def notes_waiting(self) -> int:
-        """Notes not yet taken. None are added while no other frontend is known."""
+        """Number of notes not yet taken. No note is added while no other frontend is known."""
         return len(self._noted)
 
     @property
     def frontends_known(self) -> int:
-        """Other frontends that sent a batch recently."""
+        """Number of other frontends that sent a batch within frontend_silent_s_max."""
         return len(self._others)
 
     def _note_routed(self, route: Route, request: Request, send_s: float, now_s: float) -> None:
@@ -568,7 +568,7 @@ class Conductor:
         assert routed_or_not == self._totals.requests, "a request was neither routed nor rejected"
 
     def _advance(self, now_s: float) -> float:
-        """Advance the conductor's time to `now_s` unless it is later already, and return it."""
+        """Raise the conductor's time to `now_s`, if that is later, and return the time."""
         self._now_s = max(now_s, self._now_s)
         return self._now_s
 

@@ -74,7 +74,7 @@ class Reject:
 
     no_prefill_worker, no_decode_worker     no worker of the role can take the request now
     too_large                               too long for every worker, or for tokens_per_minute
-    prefill_full, decode_full               no queue or no batch has room
+    prefill_full, decode_full               all prefill queues, or all decode batches, are full
     ttft_slo, tbt_slo                       a prediction exceeds its limit
     fair_share                              rejected under overload to keep the load fair
     request_rate, token_rate, tenant_full   limits of the tenant

@@ -7,9 +7,8 @@ request would join. It is a pure function of the decode batch:
     reserved    all requests that decode or are still in prefill, as if none ended until then
     predictive  the paper's system-level form: the load at the end of this prefill, with the
                 requests that will have joined and without those that will have left
-    predictive_lengths  this project's form: the same moment, where a request leaves with the
-                probability that its class of prompts gives an answer of its age (lengths.py,
-                decode_forecast.py)
+    predictive_lengths  this project's form: the same moment, but each request has left with the
+                probability that answers of its class end by then (lengths.py, decode_forecast.py)
     early       the load now; it reacts one prefill too late, so the load of the pools oscillates
     baseline    no check of decode load; overload appears only after the prefill is computed
     none        no service level is checked; only full queues and batches cause rejections
@@ -388,7 +387,7 @@ class Gate:
         return self._share.wanted_of(now_s) if self._share is not None else {}
 
     def decode_was_short(self) -> None:
-        """A decode worker refused a request that had been admitted."""
+        """Note that a decode worker refused an admitted request on its arrival."""
         if self._share is not None:
             self._share.decode_is_short()
 

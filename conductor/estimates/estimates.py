@@ -8,10 +8,10 @@ a fit, and extrapolation is safe:
     decode(batch)        = base + per_sequence * sequences + per_context_token * context_tokens
 
 `new * (prefix + new / 2)` counts the (query, key) pairs of causal attention. Each new token attends
-to the whole prefix and, on average, to half of the new tokens. It is the quadratic term of Eq. 1 of
-the Mooncake paper with a = 2 (causal) instead of a = 4. The paper fits prefill offline on (length,
-prefix length). The paper's decode step is bound by reading weights (base) and KV
-(per_context_token), and its figures imply a cost per sequence in addition.
+to the whole prefix and, on average, to half of the new tokens. This is the quadratic term of Eq. 1
+of the Mooncake paper with a = 2 (causal) instead of a = 4. The paper fits prefill on (length,
+prefix length), offline. The paper's decode step is bound by reading weights (base) and KV
+(per_context_token), and the paper's figures imply a cost per sequence in addition.
 
 The fit minimises the *relative* error, sum(((estimate - y) / y)^2), so a 10 ms prompt weighs as
 much as a 10 s prompt. A sample y that was slow by accident (a warm-up, a busy core) adds at most 1
@@ -79,8 +79,7 @@ class DecodeEstimate:
         return (self.base_s, self.per_sequence_s, self.per_context_token_s)
 
     def step_s(self, sequences: float, context_tokens: float) -> float:
-        """Seconds of one step, which generates one token for each sequence. `context_tokens`: of
-        all sequences."""
+        """Seconds of a step with one token for each sequence. `context_tokens`: of all of them."""
         return (
             self.base_s
             + self.per_sequence_s * sequences

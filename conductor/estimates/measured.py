@@ -1,9 +1,9 @@
 """Measured against estimated times: speed ratios, relative errors, and margins of the TTFT limit.
 
-**Speed ratio** (`SpeedRatio`): the recent speed of a worker relative to its calibration. It is the
-ratio of the decayed sums of measured and estimated seconds. Sums are used instead of a mean of
-ratios, because ten prompts that shared one step are one piece of work. PRIOR keeps the ratio near 1
-with few measurements. Otherwise a worker whose first prompt was slow would get no further requests.
+**Speed ratio** (`SpeedRatio`): recent times of a worker relative to its calibration. The ratio is
+the decayed sum of measured seconds / that of estimated seconds. A mean of ratios would count ten
+prompts that shared one step as ten measurements. PRIOR keeps the ratio near 1 with few
+measurements. Otherwise a worker whose first prompt was slow would get no further requests.
 
 **Accuracy** (`RelativeErrors`): recent relative errors of predictions, for people.
 

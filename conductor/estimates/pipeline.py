@@ -10,8 +10,8 @@ chunk takes longer the more tokens precede it, the time is
     fill    the other stages' time for the last chunk, and the transfers of hidden states (hops)
 
 The queue in front of a request drains at the pace of `work`, since the fill of each prompt overlaps
-with the next prompt. A short prompt is one chunk, which the stages compute one after the other. It
-takes as long as on a worker with all layers, plus the hops.
+with the next prompt. A short prompt is one chunk, which the stages compute one after the other. The
+prompt takes as long as on a worker with all layers, plus the hops.
 
 A partly filled last chunk counts as a full chunk, because the full chunk before it keeps the other
 stages busy until then. A worker with all layers is a group of one, without any fill.

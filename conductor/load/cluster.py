@@ -15,8 +15,8 @@ A worker takes requests if all of these conditions hold. `why_not` names the fir
 - No call to it failed recently. A failed call marks the worker for failed_mark_s, or until a report
   arrives more than report_lag_s after the call.
 
-In a pipeline group, prefill workers each hold a share of the layers. Its stage 0 takes requests if
-all stages are registered and meet all conditions. The other stages are never called.
+In a pipeline group, prefill workers each hold a share of the layers. Stage 0 takes requests if all
+stages of the group are registered and meet all conditions. The other stages are never called.
 """
 
 from __future__ import annotations

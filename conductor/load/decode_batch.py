@@ -196,7 +196,7 @@ class DecodeBatch:
         del entries[bisect_left(entries, entry)]
 
     def on_report(self, report: WorkerReport, now_s: float, report_lag_s: float) -> None:
-        """Apply a report, which confirms the fresh requests that joined report_lag_s before it."""
+        """Apply a report. It confirms fresh requests that joined at least report_lag_s before."""
         known = [r for r, c in self._fresh.items() if c.joined_at_s <= now_s - report_lag_s]
         for request_id in known:
             reservation = self._fresh.pop(request_id)

@@ -11,7 +11,7 @@ S(n), the share of answers longer than n tokens (lengths.py), and `step`, the se
 The worker's curve is the sum over its requests: of sequences, of context tokens (prompt and
 generated tokens) and of reserved pages. Each sum is raised by its uncertainty:
 
-    load(t) = sum of alive(t) x (1, prompt + n(t), pages)
+    load(t) = sum of alive(t) x (1, prompt tokens + tokens generated until t, pages)
     each of them raised by decode_room_sigma x sqrt(sum of alive (1 - alive) x its size^2)
 
 Requests that a report counts beyond the reservations (*unattributed*) leave by the residual curve

@@ -206,7 +206,8 @@ class Pool:
         return float(np.add.accumulate(column * self._counted[2])[-1]) / count
 
     def usable(self, now_s: float, tokens: int, excluded: frozenset[WorkerKey]) -> Mask:
-        """Takers that can hold so many tokens when empty, and are not excluded."""
+        """Mask of the workers that take requests, can hold `tokens` when empty, and are not in
+        `excluded`. Read-only."""
         takers = self._takers if now_s < self._takers_until_s else self.takers(now_s)
         if tokens > self._tokens_max_least:
             takers = takers & (self.tokens_max >= tokens)

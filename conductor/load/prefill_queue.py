@@ -16,11 +16,11 @@ counts twice and no value falls below zero:
   another frontend, or from before a restart of the conductor. Unattributed requests have the tokens
   that the reservations do not account for. Their order keys are unknown, so they count as first.
 
-The *head* is the reservation that is being computed. With `preempts`, a smaller order key overtakes
-the head between two chunks, and the head keeps its computed chunks. Without `preempts`, the worker
-finishes a prompt that has begun. Between reports only unattributed work and then the head shrink
-with time, not below zero. A head that takes longer than predicted thus does not shorten the work
-behind it.
+The *head* is the reservation that is being computed. With `preempts`, a request of smaller order
+key overtakes the head between two chunks, and the head keeps its computed chunks. Without
+`preempts`, the worker finishes a prompt that has begun. Between reports only unattributed work and
+then the head shrink with time, not below zero. A head that takes longer than predicted thus does
+not shorten the work behind it.
 
 The work of a pipeline group is that of its slowest stage. The next prompt begins while later stages
 compute the last chunk of a prompt (estimates/pipeline.py).

@@ -115,7 +115,7 @@ class WorkerState:
 
     @property
     def is_follower(self) -> bool:
-        """True for later pipeline stages. Only stage 0 is called, so they are no candidates."""
+        """True for a later pipeline stage, which is no candidate, since only stage 0 is called."""
         return not self.info.is_called
 
     @property

@@ -12,7 +12,7 @@ tick, outside the critical path of a decision. With more than hot_keys_max keys,
 dropped until half of hot_keys_max is left.
 
 **Chains.** A block without the blocks before it is useless for a prefix match. A suggestion thus
-has the first blocks of a prefix that the target lacks, in order. The source has the whole prefix.
+begins with the first missing block of the target. The source has the whole prefix.
 
 **Limits.** Blocks per tick, blocks in flight in total and to one target, and copies per block are
 bounded. A new node lacks every block and would be the target of every copy. Its limit therefore

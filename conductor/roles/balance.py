@@ -49,14 +49,14 @@ class RoleDemand:
     def asked(
         self, prefill_s: float, prompt_tokens: int, decode: WorkerState, now_s: float
     ) -> None:
-        """A request arrived with this predicted prefill time, and `decode` would decode it."""
+        """Count a request with this predicted prefill time, which `decode` would decode."""
         self._rescale(now_s)
         weight = self._decay.weight(now_s)
         self._prefill_s += weight * prefill_s
         self._step_shares_s += weight * self._token_s(decode, prompt_tokens)
 
     def ended(self, output_tokens: int, now_s: float) -> None:
-        """An answer finished with this length."""
+        """Count a finished answer of this length."""
         self._rescale(now_s)
         weight = self._decay.weight(now_s)
         self._ended += weight

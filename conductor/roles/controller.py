@@ -12,8 +12,8 @@ The possible reduction accumulates over time as a debt, in worker-seconds. While
 worthwhile, the debt falls by one worker-second per second. A change of direction clears the debt. A
 flip has a price in worker-seconds: the worker takes no work while it drains, and starts empty in
 its new role. When the debt reaches the price of the cheapest worker, this worker flips, and the
-debt falls by its price. The prices paid are thus at most the loss of waiting before. The total cost
-is at most twice the cost with knowledge of the future (the argument of ski rental).
+debt falls by its price. The prices paid are thus at most the losses of waiting. The total cost is
+at most twice the cost with knowledge of the future (the argument of ski rental).
 
 A flip never takes
 

@@ -223,7 +223,7 @@ class CompiledDecision:
         return ANSWER.unpack_from(self._arguments, ANSWER_AT)
 
     def _choose_after(self, row: int) -> None:
-        """Look up missing paths and retry. `row` >= 0: that prefill worker's node has no path."""
+        """Look up missing paths and retry. `row`: prefill worker without a path; below 0: none."""
         while row >= 0:
             self._look_up_path(self._cluster.prefills.node_ids[row])
             row = self._choose_pair(self._address)

@@ -8,9 +8,9 @@ For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order
     delay    prefill x the number of requests that this request overtakes (in a pipeline group
              without the time of the later stages, which overlaps with those requests)
 
-The policy (policies.py) combines these terms into a cost. The pair then minimises one objective in
-seconds: the time until the expected answer is complete, plus the cost to other requests. Over all
-pairs (p, d) of prefill and decode workers with room, minimise
+The policy (policies.py) combines these terms into a cost. The chosen pair of a prefill worker p and
+a decode worker d, both with room, minimises one objective in seconds: the time until the expected
+answer is complete, plus the cost to other requests:
 
     J(p, d) = cost(p) + handover(p, d) + n x tbt(d)
 
