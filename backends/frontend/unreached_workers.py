@@ -3,9 +3,8 @@
 A worker that refuses the connection, or whose link is cut, keeps reporting to the directory, and
 looks idle because it gets no requests. So the first call that does not reach the worker excludes it
 from routing. The exclusion holds for this frontend only, because other frontends may reach the
-worker. Probes, not requests, detect when the worker can be called again. A worker with another
-launch secret (WorkerDistrusts) is not probed. Its exclusion ends when its process has left the
-directory.
+worker. Probes detect when the worker can be called again. A worker with another launch secret
+(WorkerDistrusts) is not probed. Its exclusion ends when its process has left the directory.
 """
 
 from __future__ import annotations

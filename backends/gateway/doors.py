@@ -1,8 +1,8 @@
 """Checks and counts of every request before its route.
 
-This middleware reads or makes the request id (`X-Request-Id`), checks the API key if keys are
-configured, limits the body, rejects new requests while the process drains, and counts requests. It
-is plain ASGI, so that each message of an answer costs only one more call.
+This middleware reads or makes the request id (`X-Request-Id`) and checks the API key if keys are
+configured. It limits the body, rejects new requests while the process drains, and counts requests.
+It is plain ASGI, so that each message of an answer costs only one more call.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from backends.tenants import ApiKeys
 from mooncake_store.keys.curve import is_loopback
 from mooncake_store.wire.addresses import is_number
 
-BODY_BYTES_MAX = 16 * 2**20  # the conductor accepts 4 MiB of text; token ids are longer as JSON
-BODIES_MAX = 16  # limit of all bodies whose answers have not begun, in units of the longest body
+BODY_BYTES_MAX = 16 * 2**20  # more than the conductor's 4 MiB of text, because of token ids
+BODIES_MAX = 16  # limit of all bodies whose answers have not begun, in units of body_bytes_max
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 REQUEST_ID_HEADER = b"x-request-id"
-# Paths without API key, also while the process drains: load balancers and probes have no key. The
-# status page at / asks its reader for a key.
+# Paths that need no API key and are served during a drain, because load balancers and probes have
+# no key. The status page at / has a field for the key.
 OPEN_PATHS = {"/", "/health", "/ready"}
 OTHER_PATH = "other"
-# A second header of these names is rejected. A proxy in front of the gateway might use the other
-# one and see another tenant or another end of the request.
+# A request with two headers of one of these names is rejected. A proxy in front of the gateway
+# might use the other header, and so read another tenant or another end of the request.
 SINGLE_HEADERS = (b"authorization", b"content-length", b"transfer-encoding", b"host")
 AMBIGUOUS = (
     "the request has two values for its key, its host or its length; send one Authorization, one "
     "Host, and either Content-Length or Transfer-Encoding"
 )
-# Without API keys, any web page in a user's browser could call the gateway on the user's machine.
+# Values of Sec-Fetch-Site that are rejected without API keys. Otherwise any web page in a user's
+# browser could call the gateway on the user's machine.
 FOREIGN_PAGES = (b"cross-site", b"same-site")
 FOREIGN_PAGE = (
     "this request comes from a page of another site, which is refused without API keys; give the "
     "server keys (--api-keys)"
 )
-# A foreign page must not call the gateway by a DNS name that points to this machine.
+# Against DNS rebinding: a page of another site whose own DNS name points to this machine.
 FOREIGN_NAME = (
     "{host} may be a foreign DNS name for this machine; without API keys call localhost or an "
     "address, or give the server keys (--api-keys). A proxy before it can send `Host: localhost`"
@@ -69,7 +70,7 @@ class Doors:
         keys: ApiKeys | None = None,
         body_bytes_max: int = BODY_BYTES_MAX,
     ) -> None:
-        """`paths` are counted by name, other paths together. Without `keys`, no key is needed."""
+        """Each of `paths` has a count of its own; all other paths share one."""
         self._keys = keys
         self._app, self._counts, self._paths = app, counts, paths
         self._body_bytes_max = body_bytes_max

@@ -1,8 +1,8 @@
 """The bytes of an answer: server-sent events, one JSON object, or a refusal. Pure.
 
-A stream has one event for each message of the conductor, often for each token. Therefore the
+A stream has one event for each message of the conductor, often one per token. Therefore the
 constant parts of an event are encoded once, and an event is joined from bytes. The last event with
-text has the finish reason. Then follow the token counts, if the client wants them, and `[DONE]`.
+text has the finish reason. Token counts follow if the client requested them, and then `[DONE]`.
 
     data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{...}]}
 """
@@ -33,11 +33,11 @@ OBJECTS = {
 
 
 class AnswerPiece(NamedTuple):
-    """The part of an answer in one message of the conductor."""
+    """The part of an answer in one message of the conductor. Counts are 0 unless requested."""
 
     text: bytes
     finish_reason: str  # the conductor's; "": more pieces follow
-    output_tokens: int = 0  # tokens in this message; the counts are 0 if not requested
+    output_tokens: int = 0  # tokens in this message
     prompt_tokens: int = 0
     cached_tokens: int = 0
     logprobs: PieceLogprobs | None = None
@@ -135,7 +135,7 @@ def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None
 
 
 def error_event(refusal: HttpRefusal) -> bytes:
-    """The event of an error after the first event, when a status can no longer be sent."""
+    """The event of an error after the first event, when the status has been sent."""
     return b"data: " + encode(refusal.body()) + b"\n\n"
 
 

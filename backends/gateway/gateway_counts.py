@@ -1,6 +1,6 @@
 """The counters of a gateway process, as a page for Prometheus.
 
-Each process has its own page; the launcher adds them up on its metrics port.
+Each process has its own page. The launcher's metrics port serves the sums over these pages.
 
 Not here: the meaning of the names (metrics/table.py).
 """

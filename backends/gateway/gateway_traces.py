@@ -1,7 +1,7 @@
 """The gateway's span of a request, and the trace context for its frontend.
 
-A request that is not sampled has no span. Its frontend gets a `traceparent` of the same trace with
-a new span id. Without tracing, this middleware is not installed.
+A request that is not sampled has no span. The frontend still gets a `traceparent` of the same trace
+with a new span id. Without tracing, this middleware is not installed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GatewayTraces:
 
 
 def traceparent_in(scope: Scope) -> str:
-    """The traceparent made by GatewayTraces, else the client's, else ""."""
+    """The traceparent made by GatewayTraces; without it, the client's; "" if there is none."""
     if IN_SCOPE in scope:
         return str(scope[IN_SCOPE])
     given = next((value for name, value in scope["headers"] if name == HEADER), b"")

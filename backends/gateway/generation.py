@@ -1,9 +1,9 @@
 """Sends an answer from the conductor to the client, streamed or whole.
 
-The answer is a Starlette response that sends by itself, so a token costs one read, one event and
-one write. Nothing is sent before the first piece, so an early error has its own status. After the
-first piece, an error is one more event and ends the answer. When the client's connection closes,
-the call to the conductor is cancelled at once.
+The answer is a Starlette response that itself writes to the connection. So a token costs one read,
+one event and one write. Nothing is sent before the first piece, so an early error has its own
+status. After the first piece, an error is one more event and ends the answer. When the client's
+connection closes, the call to the conductor is cancelled at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from backends.gateway.logprobs import LogprobsWriter
 from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
-GRACE_S = 2.0  # time after a deadline in which the conductor reports the timeout itself
+GRACE_S = 2.0  # time for the conductor to report a passed timeout, before the gateway reports it
 EVENT_STREAM = {
     "type": "http.response.start",
     "status": 200,
@@ -41,7 +41,7 @@ EVENT_STREAM = {
 
 
 class GenerationResponse(Response):
-    """The response of one answer. `call` has started; the response cancels it at its end."""
+    """The response of one answer. `call` has started. When the response ends, it cancels `call`."""
 
     _watching: asyncio.Future[None]  # ends when the client disconnects
 
@@ -109,7 +109,7 @@ class GenerationResponse(Response):
                 await send(EVENT_STREAM)
                 body = events.opening() + body
             self._counts.messages += 1
-            if piece.finish_reason:  # the end of a response counts as a disconnect
+            if piece.finish_reason:  # uvicorn reports the end of a response as a disconnect
                 self._watching.cancel()
             await send(
                 {"type": "http.response.body", "body": body, "more_body": not piece.finish_reason}

@@ -1,8 +1,8 @@
 """Logprobs of an answer in OpenAI's formats, from the conductor's tensors. Pure.
 
-A chat has an object for each token; a completion has parallel lists. The text of a token is the
-text that it adds after the previous tokens. Bytes that are no complete character are U+FFFD in the
-text and unchanged in `bytes`.
+A chat has an object for each token; a completion has parallel lists. The text of a token is what
+the token adds to the text of the tokens before it. Bytes that are not a complete character appear
+as U+FFFD in the text, and unchanged in `bytes`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LEAST = -9999.0  # OpenAI's value for an impossible token, because JSON has no i
 
 
 class PieceLogprobs(NamedTuple):
-    """The logprobs of one message's tokens; `top_ids` are in descending probability."""
+    """The logprobs of one message's tokens. `top_ids` are ordered by descending probability."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -26,7 +26,7 @@ class PieceLogprobs(NamedTuple):
 
 class TokenWords(Protocol):
     def of(self, context_ids: list[int], token_id: int) -> bytes:
-        """The bytes that the token adds to the text; the name of a special token."""
+        """The bytes that the token adds to the text; for a special token, its name."""
         ...
 
 
@@ -75,8 +75,8 @@ class _TextOffsets:
         self._begun = b""  # bytes of an incomplete character at the end
 
     def add(self, raw: bytes) -> int:
-        """The offset of the token with these bytes. Several tokens may share one character. Each of
-        them has the offset of this character."""
+        """The offset of the token with these bytes. Tokens that are parts of one character all have
+        the offset of this character."""
         if raw and self._begun and not _goes_on(self._begun, raw):
             self._characters += len(self._begun.decode("utf-8", "replace"))
             self._begun = b""

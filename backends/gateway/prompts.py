@@ -1,7 +1,7 @@
 """Reads the `prompt` of a completion and the `messages` of a chat. Pure.
 
-This module checks everything that needs a field's path (`messages[1].content[0].image_url`),
-because the conductor's messages name only its tensors.
+This module makes each check whose error names the path of a field, for example
+`messages[1].content[0].image_url`. The conductor's errors name only its tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 # clients send back (LiteLLM: `provider_specific_fields`; others: the reasoning).
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
 TOKEN_ID_MAX = 2**31 - 1
-PROMPT_IDS_MAX = 2**20  # more than any prompt here needs
+PROMPT_IDS_MAX = 2**20  # token ids of a prompt; the conductor's own limit is the model's context
 
 
 def read_prompt(value: object) -> str | list[int]:
@@ -61,7 +61,7 @@ def read_messages(value: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """A request to /tokenize: it gives one of `prompt` and `messages`; the other is empty."""
+    """A request to /tokenize. One of `prompt` and `messages` is given, and the other is empty."""
 
     model: str  # "": any model
     prompt: str
@@ -78,7 +78,7 @@ def read_tokenize(content: object) -> TokenizeRequest:
     prompt = as_text("prompt", body.get("prompt", ""))
     messages = read_messages(body["messages"]) if "messages" in body else []
     name = "messages" if messages else "prompt"
-    # The size of messages is that of the JSON that a chat sends to the conductor.
+    # The size of messages is that of their JSON, which is also what a chat sends to the conductor.
     text = msgspec.json.encode(messages) if messages else prompt.encode("utf-8", "surrogatepass")
     if len(text) > TEXT_BYTES_MAX:
         what = f"{name} has {len(text):,} bytes of text; send at most {TEXT_BYTES_MAX:,}"

@@ -1,8 +1,8 @@
 """One gateway process: listens, serves, and drains at SIGTERM.
 
-At SIGTERM or SIGINT, `/ready` returns 503 at once, new requests are rejected, and open streams
-continue for at most `drain_s_max`, or until a second signal. Then the process exits. Several
-processes may listen on one port; the kernel distributes the connections.
+At SIGTERM or SIGINT, `/ready` returns 503 at once, and new requests are rejected. Open streams
+continue until a second signal, for at most `drain_s_max`. Then the process exits. Several processes
+may listen on one port; the kernel distributes the connections.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mooncake_store.keys.folder import LiveFiles
 BACKLOG = 2048
 POLL_S = 0.05
 OWN_READERS_MAX = 64  # connections to the metrics page that the launcher reads
-CUT_OFF_S = 1  # wait before streams are cut off that did not end within `drain_s_max`
+CUT_OFF_S = 1  # seconds from the end of the drain until the remaining streams are cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Listening:
     port: int
     is_shared: bool = False  # True if other gateway processes listen on the port too
     certificate: str = ""  # PEM file; "": plain HTTP
-    private_key: str = ""
+    private_key: str = ""  # PEM file of the certificate's key
 
 
 class DrainingServer(uvicorn.Server):
@@ -76,7 +76,7 @@ def listening_socket(listening: Listening) -> BoundedListener:
     """Raises OSError if another process uses the port."""
     family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without TCP_NODELAY, an
-    # event on a longer connection waits 40 ms for the acknowledgement of the previous event.
+    # event waits 40 ms for the client's delayed acknowledgement of the previous event.
     listener = BoundedListener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.has_tls = bool(listening.certificate)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,10 +116,10 @@ async def answer_own_page(
 
 
 def tls_context(listening: Listening) -> ssl.SSLContext:
-    """A TLS context that uses a renewed certificate for the next connection.
+    """A TLS context that uses a renewed certificate from the next connection on.
 
-    If a renewed certificate cannot be used, the previous one stays in use. Raises KeysInvalid if
-    the first one cannot be used.
+    If a renewed certificate is invalid, the previous certificate stays in use. Raises KeysInvalid
+    if the first certificate is invalid.
     """
 
     def read() -> ssl.SSLContext:
@@ -165,7 +165,7 @@ def draining_server(
 def serve(
     gateway: Gateway, listening: Listening, drain_s_max: float, own_metrics_port: int = 0
 ) -> None:
-    """Serve until a signal. `own_metrics_port`: loopback port of the own metrics; 0: none."""
+    """Serve until a signal. `own_metrics_port`: loopback port of this process' metrics; 0: none."""
     allow_descriptors(2 * CONNECTIONS_MAX)
     listener = listening_socket(listening)
     server = draining_server(gateway, listening, drain_s_max, listener)

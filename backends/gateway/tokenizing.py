@@ -1,7 +1,7 @@
 """The conductor's tokenizer for /tokenize and logprobs: prompts to token ids, tokens to text.
 
-The tokenizer is loaded at the first call, and again when another checkpoint is served. Calls run in
-other threads, because a long text would stall the event loop.
+The tokenizer is loaded at the first call, and again when another checkpoint is served. The event
+loop makes these calls in other threads, because a long text would stall its streams.
 """
 
 from __future__ import annotations
