@@ -112,7 +112,7 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def web_page_findings(facts: RunningFacts) -> Iterator[Finding]:
-    """Warn if web pages of other sites can send prompts to Triton's HTTP port."""
+    """Warn if web pages that the gateway refuses can send prompts to Triton's HTTP port."""
     settings = facts.settings
     refuses_keyless = facts.request is not None and Forbidden.prefix in facts.request.problem
     if settings.openai and settings.http and not refuses_keyless:
