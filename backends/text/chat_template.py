@@ -50,7 +50,7 @@ class _Generation(Extension):
 
 
 def templates(written: Any) -> dict[str, str]:
-    """Templates by name, from one template or a list of {name, template}. Else ConfigError."""
+    """Templates by name, from one template or a list of {name, template}. Raises ConfigError."""
     if not written:
         return {}
     if isinstance(written, str):

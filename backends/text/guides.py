@@ -8,9 +8,9 @@ A `SchemaGuide` is the grammar matcher of one answer. Its state depends only on 
 answer. A worker that continues an answer, such as a decode worker after prefill, creates a new
 matcher and feeds these tokens into it.
 
-An end id is allowed only where the answer is complete. This holds for any end ids of a request.
-Between two parts of an answer, only one space, or one new line with indentation, or nothing is
-allowed. Otherwise a small model may fill the rest of its context with white space.
+An end id is allowed only where the answer is complete, for any end ids of a request. The white
+space between two parts of an answer is at most one space, or one new line with its indentation.
+Otherwise a small model may fill the rest of its context with white space.
 
 llguidance is an optional extra (`guided`). Not here: schemas that are rejected before compilation
 (json_schema.py), sampling the tokens (engine/sampling.py).

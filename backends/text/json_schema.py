@@ -2,8 +2,8 @@
 
 Ignoring a keyword would produce answers that do not validate. So every unsupported keyword is
 rejected, also a misspelt one. Annotations and `x-...` keywords (except `x-guidance`) have no effect
-and are accepted. The grammar (guides.py) accepts the following, but its answers may not validate.
-They are therefore rejected here:
+and are accepted. The grammar (guides.py) accepts the following, although its answers may not
+validate. Schemas with these parts are therefore rejected here:
 
 * `minProperties` above both 1 and the number of `required`: an answer may repeat a property;
 * `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in a validator's floats;
@@ -14,7 +14,7 @@ They are therefore rejected here:
 
 Schemas that compile for more than about a second are rejected, too (schema_size.py). The grammar
 follows the newest draft, and older forms (`items` and `additionalItems` of tuples,
-`exclusiveMinimum` true) are translated. The compiler reports further errors (look-ahead, say).
+`exclusiveMinimum` true) are translated. The compiler finds further errors, such as look-ahead.
 """
 
 from __future__ import annotations

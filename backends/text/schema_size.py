@@ -3,8 +3,8 @@
 A compilation cannot be stopped. Almost every schema that fits into a request compiles in
 milliseconds, or the compiler rejects it. The limits are for these exceptions:
 
-* several `pattern` and `format` that hold for one string, through `allOf` or `$ref`: the compiler
-  multiplies their automata, so each further one triples the time;
+* several patterns and formats that hold for one string, through `allOf` or `$ref`: the compiler
+  multiplies their automata, so each further pattern triples the time;
 * the names of one object: `patternProperties` are compared with each other and with `properties`;
 * nested parts and chains of references: the compiler recurses into all of them, and a stack
   overflow kills the process.

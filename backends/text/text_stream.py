@@ -17,7 +17,7 @@ of the deltas does not matter.
 
 Further rules:
 
-* Special tokens, `end_ids` and ids outside the vocabulary have no text. They keep their positions.
+* Special tokens, `end_ids` and ids outside the vocabulary have no text, but are released in order.
 * The stop word itself is not sent. If it begins inside a token, that token is released, and
   `cut_bytes` limits the text of the delta.
 * A stop word that is complete within the first `min_tokens` tokens does not stop. A stop word that

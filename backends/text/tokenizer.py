@@ -93,7 +93,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """The token ids of a text. `add_special`: with the special tokens of tokenizer.json, like
-        BOS; pass False for a rendered chat. Raises InvalidRequest, for example for surrogates."""
+        BOS; pass False for a rendered chat. Raises InvalidRequest, as for lone surrogates."""
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
         except Exception as error:  # the library raises no narrower class
