@@ -70,7 +70,7 @@ class Arrivals:
         return self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:
-        """Record that the request was stopped or has ended. If expected, `reap` removes it."""
+        """Record that the request was stopped or has ended. `reap` then removes its arrival."""
         self._refused.pop(request_id, None)
         self._refused[request_id] = now_s
         if len(self._refused) > self.REFUSED_MAX:
@@ -80,7 +80,7 @@ class Arrivals:
         return request_id in self._refused
 
     def reap(self, now_s: float, submitted: Collection[str]) -> list[tuple[str, list[int]]]:
-        """Remove expired or refused arrivals without a submitted request: (request, pages)."""
+        """Remove expected arrivals that expired or were refused. Returns their (request, pages)."""
         while self._refused:
             oldest = next(iter(self._refused))
             if now_s - self._refused[oldest] <= self._ttl_s:

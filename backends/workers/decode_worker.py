@@ -138,10 +138,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             )
 
     def _check_again(self, request: DecodeRequest, tokens: int) -> None:
-        """Raise Overloaded if a step with this request would exceed the request's TBT limit.
-
-        This is the conductor's decode admission check with the load of now. With the lock held.
-        """
+        """Raise Overloaded if a step with this request would exceed `tbt_slo_s`. With the lock."""
         jobs = self.jobs.values()
         there = BatchOnArrival(
             sum(len(job.token_ids) for job in jobs),
@@ -178,7 +175,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self._repliers.close(max(0.0, give_up_s - time.monotonic()))
 
     def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
-        """Queue a request for pages and a batch slot. False if the queue is full. With the lock."""
+        """Queue a request for pages and a slot. False if the queue is full. With the lock held."""
         now_s = time.monotonic()
         return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, arrived_s=now_s)
 
@@ -283,7 +280,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
     # -- called by a driver
 
     def join_batch(self, job: DecodeJob) -> bool:
-        """Start decoding a loaded job. False if the job is leaving or has left. With the lock."""
+        """Start decoding a loaded job. False if it is leaving or has left. With the lock held."""
         if not self._may_join(job):
             return False
         self.batching.start(job.request_id, len(job.token_ids))
@@ -373,7 +370,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         owners = self.process.owners
         (owners.drop if job.request.native else owners.release)(job.request_id)
 
-    # -- turns
+    # -- turns of the engine loop
 
     def _admit(self) -> None:
         if self.driver.can_preempt:
@@ -411,10 +408,10 @@ class MessagePace:
     """
 
     INBOXES_MAX = 256  # largest size of `_sent_s`; a restarted frontend has a new inbox
-    STEPS_MIN = 4  # a step is short if a gap has room for 4: the gap grows by a quarter at most
+    STEPS_MIN = 4  # steps are short if a gap has 4 or more; it then grows by a quarter at most
 
     def __init__(self) -> None:
-        self._sent_s: dict[str, float] = {}  # inbox -> begin of its current gap (monotonic)
+        self._sent_s: dict[str, float] = {}  # inbox -> start of its current gap (monotonic)
 
     def is_due(
         self,

@@ -43,14 +43,14 @@ class Driver(ABC, Generic[W, J]):
 
     @abstractmethod
     def measure(self, budget_s: float) -> Samples:
-        """Measure the seconds of steps, on an idle engine, before `begin`.
+        """Measure the durations of steps, on an idle engine, before `begin`.
 
         Prefill: (new tokens, tokens before them, seconds). Decode: (sequences, context tokens of
         all sequences, seconds).
         """
 
     def begin(self, worker: W) -> None:
-        """Set the worker, which accepts jobs from now on."""
+        """Set the worker. Jobs may be submitted from now on."""
         self._worker = worker
 
     def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
@@ -140,6 +140,6 @@ class DecodeDriver(Driver[W, J]):
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
         """Number of leading blocks that must be handed over for `kv_tokens` tokens.
 
-        `handed_over`: number of blocks that were. An engine that can compute the prompt again also
-        accepts 0.
+        `handed_over`: number of blocks that were handed over. An engine that can compute the prompt
+        again also accepts 0.
         """

@@ -56,7 +56,7 @@ class Job(Generic[R, C]):
     client: C
     submitted_s: float  # arrival at this worker (monotonic)
     is_loading: bool = False  # a loader thread or a grammar thread has the job: it must not leave
-    is_stopped: bool = False  # the frontend wants no more of it
+    is_stopped: bool = False  # True after a Stop message
     # Grammar matcher after all output tokens so far; created when the KV is loaded. None: not yet.
     guide: Guide | None = None
     error: Exception | None = None  # the error with which the request fails
@@ -83,13 +83,13 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     token_ids: np.ndarray  # int32; the prompt, and the output tokens of a resumed request
     put: BlockPut  # the KV blocks to store
     queue_ahead: int = 0  # prompts before this one in queue order at its arrival
-    cached_tokens: int = 0  # leading tokens whose KV is loaded; 0 <= it < len(token_ids)
-    fetched_blocks: int = 0  # blocks that came from other nodes
+    cached_tokens: int = 0  # leading tokens with loaded KV; 0 <= cached_tokens < len(token_ids)
+    fetched_blocks: int = 0  # blocks brought from other nodes, or from the local node's SSD
     fetched_from: dict[str, int] = field(default_factory=dict)  # node -> bytes
     load_s: float = 0.0  # sum over the loads of the cached prefix
     loading_from_s: float | None = None  # start of the latest load (monotonic)
     computing_from_s: float | None = None  # start of the first chunk (monotonic)
-    compute_s: float = 0.0
+    compute_s: float = 0.0  # sum over the steps with its chunks
     computed_at_s: float = 0.0  # end of the last chunk (monotonic)
     computed_tokens: int = 0  # tokens computed so far, without the cached ones
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the sampled token, if wanted
@@ -320,7 +320,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
 
     @property
     def waits_for_more(self) -> bool:
-        """True if tokens may be delayed: the frontend limits messages, and got a first token."""
+        """True if tokens may be delayed: messages are limited, and the first one was sent."""
         return self.request.messages_per_s_max > 0 and self._tokens_before > 0
 
     def take_update(self) -> TokenUpdate:

@@ -120,7 +120,7 @@ class KvLoader:
         return [ref.index for ref, is_here in zip(wanted, arrived, strict=True) if not is_here]
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Called when pages are released, for loaders that keep records of pages. Does nothing."""
+        """Hook for loaders that keep records of pages; called with released pages."""
 
     def refuse_late(self, pages: Sequence[int]) -> None:
         """Raise StoreLost if a read past its deadline may still write into these pages.

@@ -1,8 +1,8 @@
 """Parts of a worker that outlive a change of its role: fingerprint, store, directory, outbox.
 
 After a change of its role, a worker has a new incarnation (worker_process.py). It keeps its engine,
-and the parts here that are slow to create or belong to the engine's memory. The store client has
-the page pool registered for transfers, and knows the rates of reads from the store nodes.
+and the parts here, which are slow to create or belong to the engine's memory. For example, the page
+pool stays registered for transfers, and the rates of reads from the store nodes stay known.
 """
 
 from __future__ import annotations

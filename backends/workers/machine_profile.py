@@ -36,7 +36,7 @@ class MachineProfile:
 def load_or_measure(
     driver: Driver[Any, Any], role: str, threads: int, state_dir: Path
 ) -> MachineProfile:
-    """The profile of (hardware, model, layers, role, threads), from disk if it was measured."""
+    """The profile of (hardware, model, layers, role, threads), read from disk if it is there."""
     engine, hardware = driver.engine, driver.hardware or cpu_model()
     folder = state_dir / "profiles"
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 A prompt waits for pages. A loader then loads its cached prefix (prefix_loading.py), and the driver
 computes the other tokens, together with other prompts. During the computation, the writer
 (kv_writer.py) copies the KV to the store. The worker replies after the last block is committed.
-Threads: the engine's thread runs the engine loop (worker.py), loaders read, the writer writes KV.
+Threads: the engine's thread runs the engine loop (worker.py), loaders read KV, a writer stores KV.
 
 Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer. A
 loader reads the cached prefix's next layer while a layer is computed. The layer comes from the
@@ -251,7 +251,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def _load_layers_soon(self) -> None:
         """Start loading each prompt's next layer, in queue order, with the lock held.
 
-        A node sends one layer at a time, so the layer that is needed first has all its bandwidth.
+        A node sends one layer at a time. The layer that is needed first has the whole bandwidth.
         """
         for request_id, layer in self.batching.layers_to_load():
             job = self.jobs[request_id]
@@ -403,8 +403,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return reply
 
     def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
-        """Remove a successful job and release its pages. False if it has left or failed.
-
+        """Remove a successful job and release its pages. False if the job has left or failed.
         `keep_leases`: the leases stay for the decode worker. Writer's thread."""
         with self.lock:
             if self.has_left(job) or job.error is not None:

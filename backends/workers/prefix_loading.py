@@ -38,7 +38,7 @@ class FoundPrefix:
     """Copies of a prompt's leading blocks in the directory, leased to the request."""
 
     copies: list[tuple[Copy, ...]]  # copies of each block, up to the first block without a copy
-    local: list[Copy]  # each block's copy in the local node's memory, up to the first without it
+    local: list[Copy]  # copy of each block in the local node's memory, up to the first without one
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class LoadedPrefix:
     """The leading blocks that are in the pages."""
 
     copies: list[Copy]  # one copy of each block, on the local node
-    fetched_blocks: int  # fetched for this request; may exceed len(copies) if a read failed
+    fetched_blocks: int  # from other nodes or the local SSD; > len(copies) if reads failed
     fetched_from: dict[str, int]  # node -> fetched bytes
 
 
@@ -67,7 +67,7 @@ class LayeredPrefix(LoadedPrefix):
 
 @dataclass(frozen=True, slots=True)
 class PrefixLoading:
-    """Public methods raise StoreError if the directory does not answer. `owner`: the request."""
+    """Public methods raise StoreError if the directory does not answer. `owner`: a request id."""
 
     store: WorkerStore
     load_copies: Callable[[Sequence[Copy], Sequence[int]], int]  # as KvLoader.load_copies
@@ -182,7 +182,7 @@ class PrefixLoading:
         return len(list(takewhile(lambda copies: here & {c.node_id for c in copies}, found.copies)))
 
     def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
-        """Whether more than one other node has a copy of one of these blocks."""
+        """True if at least two remote nodes have a copy of the same one of these blocks."""
         local = self.node_id
         return any(
             len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {local}) > 1
@@ -208,7 +208,7 @@ class SingleFlight:
         return len(self._owner_of)
 
     def lead(self, missing: Sequence[bytes], owner: str) -> bool:
-        """Make `owner` the leader of its `missing` blocks. False if the first one has a leader."""
+        """Make `owner` lead its `missing` blocks. False if another request leads the first one."""
         if missing and self._owner_of.get(missing[0], owner) != owner:
             return False
         # A later block may have another leader. Then both prompts produce it, which is harmless.

@@ -68,7 +68,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     prompt_tokens: int  # 1 <= prompt_tokens <= len(input_ids)
     sampling: SamplingParams
     cache_salt: str  # part of the block keys, so that tenants share no KV
-    fetch_blocks: int  # blocks after the locally cached ones that other nodes may send
+    fetch_blocks: int  # most blocks, after the locally cached ones, to fetch from other nodes
     decode_inbox: str  # inbox of the decode worker for LayersReady; "": announce no layers
     reply_inbox: str  # inbox of the frontend for a FirstToken before the reply; "": send none
     reserve_tokens: int  # KV tokens for which the decode worker reserves pages
@@ -83,11 +83,11 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
 
 
 class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
-    """The prompt's KV is stored, or handed over by `native`. The sampled token is a tensor."""
+    """The prompt's KV is stored, or handed over by `native`. `output_ids` is the sampled token."""
 
     incarnation: str  # of the worker process
     cached_tokens: int  # leading tokens whose KV was loaded instead of computed
-    fetched_blocks: int  # blocks that came from other nodes
+    fetched_blocks: int  # blocks brought from other nodes, or from the local node's SSD
     fetched_bytes: int
     blocks: list[BlockRef]  # all KV of the request; the last block may be partial
     queue_s: float  # time neither loading nor computing
@@ -127,7 +127,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
 
 
 class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True):
-    """The end of a request. The tokens that no earlier message had are a tensor of the reply."""
+    """The end of a request. `output_ids` (a tensor) are the tokens that no earlier message had."""
 
     incarnation: str  # of the worker process
     tokens_before: int  # decoded tokens in messages before this reply
@@ -143,8 +143,8 @@ class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
-    """Sent instead of a reply if the request failed. An error of Triton would have no class, and
-    Triton 2.51 may lose an error that follows other responses."""
+    """Sent instead of a reply if the request failed. An error of Triton has a text but no class,
+    and Triton 2.51 may lose an error that follows other responses."""
 
     message: str  # of ServingError.wire_message, with the error's class
 
@@ -164,7 +164,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Stop a request, also one that arrives only later (frontend -> worker)."""
 
     request_id: str
-    reason: str  # for the reader of a captured message; the worker does not use it
+    reason: str  # why the frontend stops the request; the worker does not use this text
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
@@ -249,7 +249,7 @@ class PrefixWanted(msgspec.Struct, frozen=True, tag="prefix_wanted"):
 
 
 class PrefixLoaded(msgspec.Struct, frozen=True, tag="prefix_loaded"):
-    """Answer to PrefixWanted: the load has ended, and nothing writes the pages any more."""
+    """Answer to PrefixWanted (-> stage 0): the load is over, and nothing writes the pages."""
 
     epoch: str
     stage: int
@@ -339,7 +339,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def gap_s(streams: int, messages_per_s_max: float) -> float:
-    """Least time between two messages of each of `streams`, to keep the total rate (above 0)."""
+    """Seconds between two messages of each stream: `streams` / rate (> 0), at most GAP_S_MAX."""
     return min(streams / messages_per_s_max, GAP_S_MAX)
 
 

@@ -64,7 +64,7 @@ class JobWorker(ABC, Generic[J]):
         self.jobs: dict[str, J] = {}
         self.is_closing = False
         self.is_draining = False  # an operator drains this host: new jobs are rejected
-        self.is_changing = False  # before another role: jobs routed here already are accepted
+        self.is_changing = False  # its role will change; jobs routed here earlier are accepted
         self.on_take_role: Callable[[TakeRole], None] = self._keep_role
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()

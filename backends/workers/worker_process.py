@@ -1,8 +1,8 @@
 """A worker process in the cluster: store, membership, reports, leases, inbox, and exit.
 
-A process registers under its model's name and its own incarnation, so two processes of one name can
-coexist during a reload. Reports have their own thread. If a step of the engine or a report hangs,
-the process deregisters and exits.
+A process registers under its model's name and an incarnation (a random id), so two processes of one
+name can coexist during a reload. Reports have their own thread. If a step of the engine or a report
+hangs, the process deregisters and exits.
 
 Not here: jobs and the engine's thread (worker.py), the measured speeds (machine_profile.py).
 """
@@ -238,7 +238,7 @@ class WorkerProcess:
 
 
 class LeaseKeeper:
-    """Renews the leases of the worker's requests. Their owner is the request id. Thread-safe.
+    """Renews the leases of the worker's requests. `owner`: a request id. Thread-safe.
 
     A restarted directory has lost all leases. A renewal then looks the blocks up again, which
     leases them again. Otherwise a block could be evicted before the engine reads it.
@@ -278,7 +278,7 @@ class LeaseKeeper:
             log.warning("leases of %s were not released and will expire: %s", owner, error)
 
     def renew_due(self, now_s: float) -> None:
-        """Renew all leases that are due. After a StoreError the next try is in lease_s / 3."""
+        """Renew all leases that are due. Raises StoreError; the next try is in lease_s / 3."""
         with self._lock:
             due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
             for owner in due:
