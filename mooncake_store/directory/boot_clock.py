@@ -1,4 +1,4 @@
-"""Clock of leadership and grants: CLOCK_BOOTTIME, which continues while the machine sleeps.
+"""Clock for the deadlines of leaders and of grants: CLOCK_BOOTTIME, which runs during sleep.
 
 Its values have no meaning on another machine. The module is separate because election.py and
 client.py must use the same clock, and client.py must not import etcd.

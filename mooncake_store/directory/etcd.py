@@ -1,8 +1,8 @@
 """The etcd v3 calls that directories need, over the HTTP gateway of etcd.
 
-Keys and values are base64 in JSON, 64-bit numbers are decimal strings. Several endpoints of one
-cluster may be given. Each call uses the endpoint that answered last, then the others. A process
-with keys uses mutual TLS: both sides present a certificate of the cluster.
+Keys and values are base64 in JSON, 64-bit numbers are decimal strings. Of several endpoints of one
+cluster, each call tries the endpoint that answered last, then the others. A process with keys
+(mooncake keys) uses mutual TLS: both sides present a certificate of the cluster.
 
 Not here: the meaning of the keys (election.py, journal.py).
 """
@@ -26,8 +26,8 @@ from mooncake_store.errors import AccessRefused, StoreUnavailable
 from mooncake_store.keys import folder
 from mooncake_store.keys.tls import contexts_of_process, refusal_words
 
-DIGITS_MAX = 18  # of a decimal number in a value
-LOOK_S_MAX = 0.5  # timeout of the check whether an endpoint requires TLS
+DIGITS_MAX = 18  # most digits of a decimal number in a value
+LOOK_S_MAX = 0.5  # timeout of each check why a call over TLS failed
 
 
 class EtcdFailed(StoreUnavailable):
@@ -35,7 +35,7 @@ class EtcdFailed(StoreUnavailable):
 
 
 class EtcdRefused(EtcdFailed):
-    """Every endpoint rejected the call: it was not executed and never will be."""
+    """Every endpoint rejected the call, which was not executed and never will be."""
 
 
 class EtcdAccessRefused(EtcdFailed, AccessRefused):
@@ -43,18 +43,18 @@ class EtcdAccessRefused(EtcdFailed, AccessRefused):
 
 
 class EtcdExhausted(EtcdFailed):
-    """Every endpoint answered, and one reported that etcd is full or overloaded. The call may have
-    been executed, but it will not be executed later. For instance, the write that fills etcd is
-    executed and still reported as an error."""
+    """Every endpoint answered, and one reported that etcd is full or overloaded. The call will not
+    be executed later, but may have been executed: the write that fills etcd is executed, although
+    etcd reports an error."""
 
 
-# gRPC codes in the answers of etcd. The gateway maps them to HTTP statuses by a table that changed
-# between releases, and a proxy may use other statuses, so the HTTP status proves nothing.
+# gRPC codes in the answers of etcd. They are used instead of the HTTP status, whose relation to the
+# codes changed between releases of etcd's gateway, and which a proxy may change.
 # INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, FAILED_PRECONDITION, OUT_OF_RANGE,
 # UNIMPLEMENTED, UNAUTHENTICATED: etcd detects each before it changes anything.
 REFUSALS = frozenset({3, 5, 6, 7, 9, 11, 12, 16})
 RESOURCE_EXHAUSTED = 8
-KINDS = (EtcdRefused, EtcdExhausted, EtcdFailed)  # the later leave more open about what was done
+KINDS = (EtcdRefused, EtcdExhausted, EtcdFailed)  # by rising uncertainty about the execution
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ MISSING = KeyValue(b"", 0)
 
 
 class EtcdClient:
-    """Client of one etcd cluster. Thread-safe, without user names. A call may be sent to several
-    endpoints. A failed call, or a write that found its keys changed, may therefore have been
-    executed. Each call takes at most about `timeout_s` per endpoint."""
+    """Client of one etcd cluster, without etcd's user authentication. Thread-safe. A call may be
+    sent to several endpoints, so a failed call may have been executed. So may a write that found
+    its keys changed. Each call takes at most about `timeout_s` per endpoint."""
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float = 1.0) -> None:
         assert endpoints and timeout_s > 0
@@ -78,12 +78,12 @@ class EtcdClient:
         self._local = threading.local()  # a requests.Session must not be shared between threads
 
     def grant(self, ttl_s: int) -> tuple[int, float]:
-        """(lease, its TTL in seconds); etcd may extend the requested TTL."""
+        """(lease, its TTL in seconds). The TTL may be longer than the requested one."""
         answer = self._post("/v3/lease/grant", {"TTL": str(ttl_s)})
         return int(answer["ID"]), float(answer["TTL"])
 
     def keep_alive(self, lease: int) -> float:
-        """Renew a lease: the seconds until it expires; 0 when it has ended."""
+        """Renew a lease. Returns the seconds until it expires; 0: it has ended."""
         answer = self._post("/v3/lease/keepalive", {"ID": str(lease)})
         return float(answer.get("result", {}).get("TTL", 0))
 
@@ -115,10 +115,10 @@ class EtcdClient:
         leases: Mapping[str, int],
         gone: Sequence[tuple[str, str]] = (),
     ) -> int:
-        """Write all values, and delete the key ranges [first, end) in `gone`, if every key of
-        `expected` still has that mod_revision; else change nothing. Returns the revision of the
-        write; 0 when nothing changed. `leases`: key -> lease that ends the key. etcd rejects a key
-        that is both written and deleted."""
+        """Write all values and delete the key ranges [first, end) in `gone`. If a key of `expected`
+        (key -> mod_revision) has another mod_revision, change nothing. Returns the revision of the
+        write; 0: nothing changed. `leases`: key -> lease with which the key ends. etcd rejects a
+        key that is both written and deleted."""
         compare = [
             {"key": _packed(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
             for key, revision in expected.items()
@@ -158,7 +158,7 @@ class EtcdClient:
         raise kind("etcd does not carry out " + path + ": " + "; ".join(failures))
 
     def _session(self) -> requests.Session:
-        """This thread's session with the current certificates; new ones need a new connection."""
+        """This thread's session. New certificates need a new session."""
         contexts = contexts_of_process()
         now = contexts.http_client if contexts is not None else None
         held: tuple[ssl.SSLContext | None, requests.Session] | None
@@ -192,11 +192,11 @@ class MemberAdapter(HTTPAdapter):
         )
 
     def cert_verify(self, *_: Any, **__: Any) -> None:
-        """The context does all checks; public certificate authorities are not used."""
+        """No checks here: the TLS context does them, without public certificate authorities."""
 
 
 def _kind_of(answer: requests.Response) -> type[EtcdFailed]:
-    """The kind of error that a failed answer means."""
+    """The class of error for an answer whose HTTP status is not 200."""
     try:
         body = answer.json()
     except ValueError:
@@ -217,7 +217,7 @@ def etcd_session() -> requests.Session:
 
 
 def etcd_url(endpoint: str) -> str:
-    """The URL of HOST:PORT, http or https, depending on the keys of this process."""
+    """The URL of HOST:PORT: https if this process has keys, else http."""
     return f"{'http' if folder.of_process() is None else 'https'}://{endpoint}"
 
 
@@ -261,7 +261,7 @@ def _speaks_plain(endpoint: str) -> bool:
 
 
 def _tls_error(error: BaseException) -> ssl.SSLError | None:
-    """The TLS error inside the errors of requests and urllib3 (an argument or a cause)."""
+    """The TLS error among the arguments and causes of an error of requests or urllib3."""
     if isinstance(error, ssl.SSLError):
         return None if isinstance(error, TimeoutError) else error
     below = [*error.args, getattr(error, "reason", None), error.__cause__]
@@ -270,7 +270,7 @@ def _tls_error(error: BaseException) -> ssl.SSLError | None:
 
 
 def _handshake_error(endpoint: str) -> ssl.SSLError | None:
-    """Only shake hands, so that a rejection arrives. None without an error or without TLS."""
+    """The TLS error of a handshake without a request; None: no error, or no TLS."""
     named = urlsplit(endpoint)
     contexts = contexts_of_process()
     if contexts is not None:
@@ -294,7 +294,7 @@ def _handshake_error(endpoint: str) -> ssl.SSLError | None:
 
 
 def decimal(value: bytes) -> int:
-    """The number in a value; 0 when it is no number, or has more than DIGITS_MAX digits."""
+    """The number in a value; 0: the value is no number, or has more than DIGITS_MAX digits."""
     return int(value) if value.isdigit() and len(value) <= DIGITS_MAX else 0
 
 

@@ -1,14 +1,14 @@
 """Addresses of ZeroMQ sockets over TCP: resolving names for bind, and detecting silent peers.
 
-ZeroMQ binds IP addresses and names of network interfaces, but a host may also be given by name.
-Here a name is always a host name and is resolved before bind. So the bound address is an IPv4
-address or `*`, and keys/curve.py can check whether other hosts reach it. IPv6 is not enabled.
+ZeroMQ accepts IP addresses and names of network interfaces for bind. Here a name is always a host
+name and is resolved before bind. So the bound address is an IPv4 address or `*`, and keys/curve.py
+can check whether other hosts reach it. IPv6 is not enabled.
 
-TCP alone detects a cut link only after minutes, and its retransmissions become ever rarer. Messages
-would then be delayed long after the link works again. A heartbeat ends such a connection, and
-ZeroMQ opens a new one.
+TCP alone detects a cut link only after minutes. Its retransmissions become ever rarer, so messages
+would be delayed long after the link works again. Without an answer to a heartbeat, ZeroMQ closes
+the connection and opens a new one.
 
-Not here: who may use a socket (keys/).
+Not here: which processes may use a socket (keys/).
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from typing import Any
 import zmq
 
 TCP = "tcp://"
-ELECTED = "etcd://"  # names an election, whose leader is the directory
+ELECTED = "etcd://"  # address of an election, whose leader is the directory
 HEARTBEAT_MS = 1_000  # between two heartbeats
-SILENCE_MS_MAX = 3_000  # after a heartbeat; then the connection is closed
-CONNECT_MS_MAX = 2_000  # of one attempt to connect
+SILENCE_MS_MAX = 3_000  # from a heartbeat without any answer until the connection is closed
+CONNECT_MS_MAX = 2_000  # duration of one attempt to connect
 
 
-class NameUnknown(zmq.ZMQError):  # a ZMQError, so that a bind handles it like a port that is taken
+class NameUnknown(zmq.ZMQError):  # a ZMQError, so that it is handled like a taken port
     """The name has no IPv4 address, or the resolver failed; the message contains the name."""
 
 
 def bindable(address: str) -> str:
-    """The address with the host's name resolved; addresses other than tcp:// are unchanged.
-    NameUnknown."""
+    """The address with the host's name resolved; unchanged if it is not tcp://. NameUnknown."""
     if not address.startswith(TCP):
         return address
     host, _, port = address.removeprefix(TCP).rpartition(":")
@@ -66,14 +65,14 @@ def is_number(host: str) -> bool:
 
 
 def with_port(address: str, bound: str) -> str:
-    """`address` with the port of `bound`: the address for clients after a bind to any free port."""
+    """`address` with the port of `bound`, for clients after a bind to any free port."""
     if not address.startswith(TCP):
         return address
     return f"{address.rpartition(':')[0]}:{bound.rpartition(':')[2]}"
 
 
 def notice_silence(a_socket: zmq.Socket[Any], address: str) -> None:
-    """Set heartbeats before bind or connect, for tcp:// only: a silent peer is disconnected."""
+    """Enable heartbeats for a tcp:// address. Call it before bind or connect."""
     if address.startswith(TCP):
         a_socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         a_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS_MAX)

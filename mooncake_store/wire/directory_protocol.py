@@ -1,10 +1,10 @@
-"""The messages between the directory and all other processes; docs/reference/store.md has them.
+"""The messages between the directory and all other processes (docs/reference/store.md).
 
 The requests are the verbs of `Directory`: one struct each, with the same field names, the verb as
 tag, and the type of its result. The bodies of the event stream are here too.
 
-Bounds are part of the types (a block key has 16 bytes, a lease is 0 to one hour, ...). So msgspec
-rejects a message that breaks them, with the name of the field, before the directory sees it.
+Bounds are part of the types (a block key has 16 bytes, a lease is 0 to 3,600 s, ...). So msgspec
+rejects a message that exceeds a bound when it decodes the message, and names the field.
 
 Not here: sockets (directory/server.py, directory/client.py, event_feed.py).
 """
@@ -39,8 +39,8 @@ from mooncake_store.wire.request_reply import Verb
 
 T = TypeVar("T")
 KEYS_MAX = 65_536  # in one request
-# Notes about 64 requests have 10 KB. With the longest tenant names, which clients choose, they have
-# 0.4 MiB, and must still fit.
+# Most bytes of NoteRouted.notes. Notes about 64 routed requests usually have 10 KB, and 0.4 MiB
+# with the longest tenant names, which clients choose.
 NOTES_BYTES_MAX = 512 * 1024
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -63,7 +63,7 @@ class RegisterNode(DirectoryVerb[int], tag="register_node", frozen=True):
 class NodeReport(DirectoryVerb[bool], tag="node_report", frozen=True):
     node_id: Name
     incarnation: Name
-    epoch: Count = 0  # of the directory that granted the slots or leases
+    epoch: Count = 0  # of the directory that the node registered with; 0: unknown
 
 
 class DeregisterNode(DirectoryVerb[bool], tag="deregister_node", frozen=True):
@@ -152,7 +152,7 @@ class Adopt(DirectoryVerb[int], tag="adopt", frozen=True):
     incarnation: Name
     blocks: Annotated[Sequence[tuple[Key, Count, Count, Count, Size, Count]], BLOCKS_MAX]
     is_last: bool
-    epoch: Count = 0  # of the directory that granted the slots or leases
+    epoch: Count = 0  # of the directory that the node registered with; 0: unknown
 
 
 class TakeSpills(DirectoryVerb[list[Spill]], tag="take_spills", frozen=True):
@@ -247,8 +247,8 @@ EVENTS: dict[str, type[Event]] = {
 
 
 def _message_type(tag: str, event: type[Event]) -> type[msgspec.Struct]:
-    """A struct with the fields of this event, encoded as [tag, field, ...]. msgspec cannot decode a
-    union of dataclasses, and pure modules must not import msgspec."""
+    """A struct with the fields of this event, encoded as [tag, field, ...]. The events themselves
+    are dataclasses without msgspec, and msgspec cannot decode a union of dataclasses."""
     types = get_type_hints(event) | ({"key": Key} if "key" in event.__match_args__ else {})
     defined = [
         (each.name, types[each.name], *(() if each.default is MISSING else (each.default,)))
@@ -267,7 +267,8 @@ else:
 
 
 class Events(msgspec.Struct, frozen=True):
-    """The body of EVENTS: events number first_sequence, first_sequence + 1, ... of `epoch`."""
+    """The body of an EVENTS message: the events of `epoch` with consecutive numbers, the first of
+    which is first_sequence."""
 
     epoch: int
     first_sequence: int
@@ -275,7 +276,7 @@ class Events(msgspec.Struct, frozen=True):
 
 
 class EventHeartbeat(msgspec.Struct, frozen=True):
-    """The body of HEARTBEAT: `sequence` is the number of the latest event."""
+    """The body of a HEARTBEAT message: `sequence` is the number of the latest event."""
 
     epoch: int
     sequence: int

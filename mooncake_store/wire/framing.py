@@ -1,12 +1,12 @@
-"""Framing of every message of the store: a header that never changes, and a MessagePack body.
+"""Framing of every message of the store: a header and a MessagePack body.
 
 Requests, replies and the event stream have two frames each. ZeroMQ sends them as one multipart
 message. A Unix socket sends them in sequence:
 
     header (16 bytes) | body length (4 bytes, little-endian) | body
 
-The header is the same in every version, so each side can reject another version by name instead of
-misreading it. The number in the header is the request's; the reply repeats it.
+The header has the same format in every version, so each side can detect and report another version.
+Its number identifies a request; the reply repeats this number.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MessageKind(IntEnum):
 
 
 class Header(NamedTuple):
-    """Frame 0. `number` is the request's, repeated in the reply; 0 in the event stream."""
+    """Frame 0. `number`: of the request, also in its reply; 0 in the event stream."""
 
     kind: MessageKind
     number: int
@@ -47,7 +47,7 @@ def pack_header(kind: MessageKind, number: int, version: int = PROTOCOL_VERSION)
 
 
 def unpack_header(frame: bytes) -> Header:
-    """The header. RequestInvalid: other bytes. ProtocolMismatch: another version."""
+    """The header in a frame. RequestInvalid: no header. ProtocolMismatch: another version."""
     if len(frame) != _HEADER.size or frame[:2] != _MAGIC or frame[2] > max(MessageKind):
         raise RequestInvalid(f"this is not a mooncake_store header: {frame[:16].hex()}")
     _, kind, _, version, _, number = _HEADER.unpack(frame)
@@ -72,8 +72,8 @@ def to_stream(frames: list[bytes]) -> bytes:
 
 
 def from_stream(incoming: bytearray, body_bytes_max: int | None = None) -> list[bytes] | None:
-    """Take the first complete message out of the received bytes. None: no complete message yet.
-    ValueError: the body exceeds the limit; raised before the rest of the body arrives."""
+    """Remove and return the first message of the received bytes; None: it is not complete yet.
+    ValueError: its body is longer than `body_bytes_max`, complete or not."""
     if len(incoming) < _PREFIX_BYTES:
         return None
     (length,) = _LENGTH.unpack_from(incoming, _HEADER.size)

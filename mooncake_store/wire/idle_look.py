@@ -1,9 +1,9 @@
 """Checks idle connections periodically, because ZeroMQ keeps retrying them.
 
-If the other side has changed its key, ZeroMQ reconnects as long as the socket is open, and records
-each failure (keys/curve.py). A request or a send reads these records. On an idle connection the
-records would accumulate. So in a process with keys, a thread calls the owners of connections. They
-read the records and drop rejected connections; the next use connects again.
+If the other side has changed its key, ZeroMQ tries to reconnect as long as the socket is open, and
+queues an event for each failure (keys/curve.py). A request or a send reads these events; on an idle
+connection they would accumulate. So in a process with keys, a thread calls the owners of
+connections. Each owner reads the events and drops rejected connections; the next use reconnects.
 
 Not here: the meaning of a rejection for a request (keys/curve.py).
 """
@@ -22,16 +22,16 @@ LOOK_S = 30.0  # between two checks
 
 log = logging.getLogger(__name__)
 _lock = threading.Lock()
-_never = threading.Event()
+_never = threading.Event()  # never set; waiting for it is an interval
 
 
 class ConnectionOwner(Protocol):
     def look_after_idle(self) -> None:
-        """Read what idle connections have recorded, and drop those that are rejected."""
+        """Read the events of idle connections, and drop connections that are rejected."""
 
 
 _owners: weakref.WeakSet[ConnectionOwner] = weakref.WeakSet()
-_threads: list[threading.Thread] = []  # at most one; a forked process inherits a dead one
+_threads: list[threading.Thread] = []  # at most one; not alive in a forked process
 
 
 def look_after(owner: ConnectionOwner) -> None:

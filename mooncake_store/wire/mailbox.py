@@ -1,18 +1,16 @@
-"""One-way messages between processes: a process's own inbox, and an outbox for those of others.
+"""One-way messages between processes: an inbox receives, an outbox sends to other inboxes.
 
 An inbox is a ZeroMQ PULL socket with a thread of its own, on this host (ipc://) or for other hosts
 too (tcp://HOST:0, any free port). An outbox has a PUSH socket for each inbox that it sends to. So
 receiving and sending threads share no socket.
 
-Sending never blocks. A message beyond `messages_max` for one peer is lost, and `send` reports that.
-So a message must be one that may be lost, or one whose sender waits for a reply with a deadline.
-Large bytes (an attachment) are sent as a separate frame after the message, without copies in either
-process.
+Sending never blocks. A message beyond `messages_max` for one inbox is lost, and `send` reports the
+loss. So the sender must tolerate a loss, or wait for an answer with a deadline. Large bytes (an
+attachment) are sent as a separate frame after the message, without copies in either process.
 
-With a secret, an inbox accepts only messages that begin with the secret and the protocol version,
-because a receiver has nothing else to authenticate a sender by. Over tcp:// an inbox of a process
-with keys also accepts connections of known hosts only, and its address contains its public key
-(keys/curve.py).
+An inbox accepts only messages that begin with its secret and the version of these messages. Over
+tcp:// an inbox of a process with keys also accepts connections of known hosts only, and its address
+contains its public key (keys/curve.py).
 
 Not here: requests with replies (request_reply.py), the content of messages.
 """
@@ -38,24 +36,23 @@ from mooncake_store.wire.idle_look import look_after
 
 log = logging.getLogger(__name__)
 MESSAGES_MAX = 10_000  # queued per peer
-READ_AT_ONCE_MAX = 256
-OUTBOX_SOCKETS_MAX = 256
-# longer than the directory takes to report a silent process as lost
-OUTBOX_IDLE_S = 10.0
+READ_AT_ONCE_MAX = 256  # messages per call of on_messages
+OUTBOX_SOCKETS_MAX = 256  # beyond this, the socket that was opened first is closed
+OUTBOX_IDLE_S = 10.0  # longer than until the directory reports a silent process as lost
 DROP_NOTE_S = 1.0  # between two log lines about unreadable messages
 REFUSED_S = 1.0  # before a retry after an inbox rejected this process
-POLL_MS = 200  # how late a close may be noticed
-CLOSE_S_MAX = 5.0  # for messages in flight
-MESSAGE_BYTES_MAX = 16 * 2**20  # from another host
+POLL_MS = 200  # delay until close() is noticed
+CLOSE_S_MAX = 5.0  # for the thread of an inbox to end, and for messages of a closed idle socket
+MESSAGE_BYTES_MAX = 16 * 2**20  # of one frame from another host
 MESSAGE_VERSION = 1
 _MARK = b"MM" + MESSAGE_VERSION.to_bytes(2, "little")  # before each message
 M = TypeVar("M")
 
 
 class Inbox(Generic[M]):
-    """Receives in its own thread; `on_messages` gets up to READ_AT_ONCE_MAX messages in order. It
-    may return the seconds after which it wants another call, even without messages. An error in it
-    is logged, and the inbox continues."""
+    """Receives in its own thread, which calls `on_messages` with up to READ_AT_ONCE_MAX messages in
+    order. The result of `on_messages` is the most seconds until its next call, even without
+    messages, or None. An exception in `on_messages` is logged, and the inbox continues."""
 
     def __init__(
         self,
@@ -70,13 +67,13 @@ class Inbox(Generic[M]):
         attach: Callable[[M, memoryview], M] | None = None,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
-        """`attach` joins a message and its attachment; None: messages with attachments are dropped.
-        `message_bytes_max`: per frame from another host. `turn_s`: the longest time between two
-        calls of `on_messages`, without messages if there are none. `listen`: the address to bind,
-        if clients use another one.
+        """`address`: ipc://PATH or tcp://HOST:PORT, * for any free port. `listen`: the address to
+        bind, if it differs from the address for senders. `turn_s`: the most seconds until the next
+        call of `on_messages` if it returns None. `attach` joins a message and its attachment; None:
+        messages with attachments are dropped. `message_bytes_max`: per frame from another host.
 
-        `address`: ipc://PATH or tcp://HOST:PORT, * for any free port. zmq.ZMQError: the bind
-        failed. AddressUnguarded: other hosts reach the address and there are no keys.
+        zmq.ZMQError: the bind failed. AddressUnguarded: other hosts reach the address, and there
+        are no keys.
         """
         self._decode, self._on_messages = decode, on_messages
         self._attach = attach
@@ -93,7 +90,7 @@ class Inbox(Generic[M]):
         except (zmq.ZMQError, StoreError):
             self._socket.close(linger=0)
             raise
-        # with the actual port and the public key
+        # `address` contains the actual port and the public key.
         bound: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.address = with_port(address, bound) + key
         self._dropped, self._noted_s = 0, float("-inf")
@@ -139,7 +136,7 @@ class Inbox(Generic[M]):
         return messages
 
     def _attachment(self) -> memoryview:
-        """The frame after a message, which has arrived with it. More than one frame is invalid."""
+        """The frame after a message. RequestInvalid: more than one further frame."""
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         if len(frames) != 1:
             raise RequestInvalid(f"a message with {len(frames)} attachments")
@@ -155,7 +152,7 @@ class Inbox(Generic[M]):
 
 
 class Outbox(Generic[M]):
-    """Sends to inboxes. Thread-safe, never blocks, keeps one socket per inbox in use."""
+    """Sends to inboxes, over one socket per inbox. Thread-safe; never blocks."""
 
     def __init__(
         self, encode: Callable[[M], bytes], secret: str = "", messages_max: int = MESSAGES_MAX
@@ -169,9 +166,10 @@ class Outbox(Generic[M]):
         look_after(self)
 
     def send(self, address: str, message: M, attachment: memoryview | None = None) -> bool:
-        """False: the message is lost, because the peer's queue is full or the peer rejects this
-        process. After close() every message is lost, and the result is True. zmq.ZMQError: the
-        address is invalid. An attachment is not copied: do not write its memory any more."""
+        """Send a message to the inbox at `address`. False: the message is lost, because the queue
+        for this inbox is full, or the inbox rejects this process. After close() every message is
+        lost, and the result is True. zmq.ZMQError: the address is invalid. An attachment is not
+        copied, so its memory must not be written any more."""
         data = sealed(self._encode(message), self._secret)
         with self._lock:
             if self._is_closed:
@@ -193,14 +191,14 @@ class Outbox(Generic[M]):
         return True
 
     def _opened(self, address: str) -> _Way:
-        """A new socket to this inbox. A restarted process has another inbox, and ZeroMQ would retry
-        the old one without end. So opening a socket closes those that are idle."""
+        """Open a new socket to this inbox, and close idle sockets. A restarted process has another
+        inbox, and ZeroMQ would retry to reach its earlier inbox without end."""
         if address in self._ways:
             self._ways.pop(address).close()
         idle_s = time.monotonic() - OUTBOX_IDLE_S
         for other in [each for each, way in self._ways.items() if way.used_s <= idle_s]:
             self._ways.pop(other).close(linger_ms=round(CLOSE_S_MAX * 1e3))
-        if len(self._ways) >= OUTBOX_SOCKETS_MAX:  # a bound on sockets, as workers start and stop
+        if len(self._ways) >= OUTBOX_SOCKETS_MAX:
             self._ways.pop(next(iter(self._ways))).close()
         way = self._ways[address] = _Way(address, self._messages_max)
         return way
@@ -235,8 +233,8 @@ class _Way:
             raise
 
     def is_refused(self) -> bool:
-        """True if the inbox rejects this process; messages to it are lost, as with a dead inbox. It
-        is not tried again for REFUSED_S; then `must_redial` is set."""
+        """Whether the inbox rejects this process, so that messages to it are lost. After REFUSED_S,
+        the next `send` opens a new socket (`must_redial`)."""
         if time.monotonic() < self._refused_until_s:
             return True
         try:
@@ -258,8 +256,7 @@ def sealed(data: bytes, secret: str) -> bytes:
 
 
 def opened(data: bytes, secret: str) -> bytes:
-    """The message inside; RequestInvalid or ProtocolMismatch if it has another secret or
-    version."""
+    """The message in `data`. RequestInvalid: another secret. ProtocolMismatch: another version."""
     known = secret.encode()
     if not hmac.compare_digest(data[: len(known)], known):
         raise RequestInvalid("its sender has another secret")

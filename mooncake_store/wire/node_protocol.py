@@ -1,12 +1,12 @@
 """The messages of a storage node's control socket, and the client that sends them.
 
-Framing, versions and rejections are those of the directory (framing.py, request_reply.py). A reply
-may take as long as the disk or the network needs, so replies arrive in any order. The number in the
-header assigns a reply to its request, and each call uses a connection of its own.
+Framing, versions and errors are those of the directory (framing.py, request_reply.py). A reply may
+take as long as the disk or the network needs, so replies arrive in any order. Concurrent calls use
+connections of their own.
 
-Without a reply in time the call raises StoreUnavailable, and the request may still be carried out.
-For `load` that means that bytes may still arrive in the segment: let the lease on those slots
-expire, do not abandon them.
+Without a reply in time, a call raises StoreUnavailable, and the request may still be carried out.
+After such a `load`, bytes may still arrive in the segment. Let the lease on its slots expire; do
+not abandon them.
 
 Not here: the answering side (node/control.py), which blocks to request (client/).
 """
@@ -25,7 +25,7 @@ from mooncake_store.wire.request_reply import Requester, Verb, ZeroMqConnection
 BLOCKS_MAX = 4_096  # in one request
 DEADLINE_S_MAX = 600.0  # of one request; the client shortens longer deadlines to this
 TIMEOUT_S = 2.0  # for verbs that move no bytes
-MARGIN_S = 1.0  # the node keeps the deadline itself; this is the time for its reply to arrive
+MARGIN_S = 1.0  # time after the deadline, which the node keeps, for the reply to arrive
 
 Deadline = Annotated[float, msgspec.Meta(gt=0.0, le=DEADLINE_S_MAX)]
 
@@ -37,7 +37,7 @@ class Restore(NamedTuple):
     ssd_slot: Count
     ssd_generation: Count
     slot: Count
-    generation: Count
+    generation: Count  # of `slot`
     checksum: Count
     size_bytes: Annotated[int, msgspec.Meta(ge=1)]
 
@@ -48,18 +48,18 @@ class NodeStats(msgspec.Struct, frozen=True):
     node_id: str
     incarnation: str
     segment_bytes: int
-    segment_pages: str  # kinds of pages and the folder
+    segment_pages: str  # for people: the kinds of its memory pages, and its folder
     unit_bytes: int
-    requests_waiting: int  # on the control socket
-    ssd: str = ""  # state of the SSD tier; "" for a node without one
+    requests_waiting: int  # at the control socket, to be carried out
+    ssd: str = ""  # state of the SSD tier; "" for a node without an SSD
     ssd_bytes: int = 0
     ssd_blocks: int = 0
     spilled_blocks: int = 0
     spilled_bytes: int = 0
-    spills_given_up: int = 0  # offered blocks that were not stored on the SSD
+    spills_given_up: int = 0  # blocks chosen for spilling that were not stored on the SSD
     restored_blocks: int = 0
     restored_bytes: int = 0
-    restores_missed: int = 0  # missing, unreadable or after the deadline
+    restores_missed: int = 0  # requested blocks: missing, unreadable or not read in time
     checksum_failures: int = 0
     disk_errors: int = 0
     fetched_blocks: int = 0
@@ -73,7 +73,7 @@ class Ping(Verb[str], tag="ping", frozen=True):
 class LoadBlocks(Verb[list[bool]], tag="load", frozen=True):
     blocks: Annotated[list[Restore], msgspec.Meta(max_length=BLOCKS_MAX)]
     deadline_s: Deadline
-    epoch: Count = 0  # of the directory that granted the slots; EpochPassed if another one leads
+    epoch: Count = 0  # of the directory that granted the slots; 0: not given, so not checked
 
 
 class Fetch(Verb[list[bool]], tag="fetch", frozen=True):
@@ -111,13 +111,12 @@ class NodeClient:
         return self._requester.ask(Ping(), timeout_s)
 
     def load(self, blocks: Sequence[Restore], deadline_s: float, epoch: int = 0) -> list[bool]:
-        """Load these blocks from the SSD into the segment. True: verified, with a READY
-        header.
+        """Load these blocks from the SSD into the segment. True: the block is verified, and its
+        header is READY. False: the block is missing, corrupt (then removed from the directory), or
+        late; no bytes are in flight, so its slot may be abandoned.
 
-        False: the block is missing, or was not in time, or is corrupt (the directory has then been
-        informed). Slots with False may be abandoned: nothing is in flight. StoreUnavailable or
-        TransferTimeout: bytes may still arrive. EpochPassed: no bytes have arrived or will, unless
-        the slot was granted in time.
+        StoreUnavailable, TransferTimeout: bytes may still arrive. EpochPassed: the node belongs to
+        another epoch now, and no block was loaded; headers may be marked as "writing".
         """
         deadline_s = min(deadline_s, DEADLINE_S_MAX)
         request = LoadBlocks(list(blocks), deadline_s, epoch)
@@ -126,9 +125,9 @@ class NodeClient:
     def fetch(
         self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float, epoch: int = 0
     ) -> list[bool]:
-        """Make the node copy these blocks of other nodes; returns which of them it has afterwards.
-        The caller leases the copies for that time. EpochPassed: the directory of `epoch`, which
-        leased them, is no longer the leader, and nothing was copied."""
+        """Make the node copy these blocks of other nodes. True: the node has the block afterwards.
+        The caller must lease the copies until the reply. EpochPassed: the directory of `epoch`,
+        which granted these leases, is no longer the leader, and nothing was copied."""
         deadline_s = min(deadline_s, DEADLINE_S_MAX)
         request = Fetch(list(keys), list(copies), deadline_s, epoch)
         return self._requester.ask(request, deadline_s + MARGIN_S)
@@ -141,8 +140,7 @@ class NodeClient:
         self._requester.ask(Leave(), timeout_s)
 
     def close(self) -> None:
-        """A call in progress in another thread raises StoreUnavailable. A second close has no
-        effect."""
+        """Idempotent. A call in progress in another thread raises StoreUnavailable."""
         self._requester.close()
 
     def __enter__(self) -> NodeClient:

@@ -26,6 +26,6 @@ def add_port_options(parser: argparse.ArgumentParser) -> None:
 
 
 def apply_insecure(options: argparse.Namespace) -> None:
-    """Let this process, and the processes that it starts, listen without keys if so wished."""
+    """With --insecure, let this process and the processes that it starts listen without keys."""
     if options.insecure:
         os.environ[INSECURE_VARIABLE] = "1"

@@ -1,14 +1,13 @@
 """Requests and replies: each request has a deadline, and its reply is a result or an error.
 
-The requesting side has a Requester, which takes a connection for each request: a Unix socket
-(unix_socket.py) or a ZeroMQ one. Without a reply before the deadline it raises StoreUnavailable. It
-then discards the connection with its queue, so that a restarted server does not carry out expired
-requests.
+The requesting side has a Requester, which uses one connection per request: a Unix socket
+(unix_socket.py) or a ZeroMQ socket. Without a reply before the deadline, it raises StoreUnavailable
+and discards the connection with its queue. So a restarted server does not receive expired requests.
 
 The answering side has a Responder, which decodes a request, calls the function that carries it out,
-and frames the reply. No received bytes can stop it: invalid bytes are answered with an error.
+and frames the reply. Invalid bytes are answered with an error.
 
-Over tcp:// both sides require keys if the process has some (keys/curve.py). A rejected requester
+In a process with keys, both sides require keys over tcp:// (keys/curve.py). A rejected requester
 raises AccessRefused once all its keys have failed.
 
 Not here: the requests (directory_protocol.py, node_protocol.py).
@@ -41,8 +40,8 @@ from mooncake_store.wire.framing import (
 )
 from mooncake_store.wire.idle_look import look_after
 
-CONNECTIONS_IDLE_MAX = 4
-MOVED_CHECK_S = 0.25  # a silent server that was elected may have been replaced
+CONNECTIONS_IDLE_MAX = 4  # connections that a Requester keeps for later requests
+MOVED_CHECK_S = 0.25  # without a reply, until the check whether another server was elected
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,7 +49,7 @@ R = TypeVar("R")
 
 
 class Verb(msgspec.Struct, Generic[T], frozen=True, forbid_unknown_fields=True):
-    """Base of the requests; the tag of each is the verb, and T is the type of its result."""
+    """Base of all requests. The tag of a request is its verb; T is the type of its result."""
 
 
 @cache
@@ -60,14 +59,14 @@ def _result_decoder(verb: type[Verb[Any]]) -> msgspec.msgpack.Decoder[Any]:
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """The body of a FAILURE: an error of errors.py by name."""
+    """The body of a message of kind FAILURE: an error of errors.py by name."""
 
     kind: str  # class name of the error
     message: str
 
 
 class Later:
-    """Stands for a result or reply that is not known yet."""
+    """Placeholder for a result, or for the reply with it, that is not known yet."""
 
     def __init__(self) -> None:
         self.number = 0  # of the request; set by the Responder
@@ -92,7 +91,7 @@ class Responder(Generic[R]):
         self._who = who
 
     def reply(self, frames: Sequence[bytes], carry_out: Callable[[R], object]) -> list[bytes]:
-        """The result of the request, or its error."""
+        """The frames of a reply: the result of `carry_out`, or an error."""
         reply = self.reply_or_later(frames, carry_out)
         assert not isinstance(reply, Later), "later replies are not supported here"
         return reply
@@ -100,7 +99,7 @@ class Responder(Generic[R]):
     def reply_or_later(
         self, frames: Sequence[bytes], carry_out: Callable[[R], object]
     ) -> list[bytes] | Later:
-        """As `reply`, but `carry_out` may return Later."""
+        """As `reply`, but `carry_out` may return Later, which is then the result."""
         number = number_of(frames[0]) if frames else 0
         try:
             result = carry_out(self._read(frames))
@@ -140,7 +139,7 @@ def listening(
     context: zmq.Context[Any], kind: int, address: str, is_directory: bool = False
 ) -> tuple[zmq.Socket[bytes], str]:
     """A bound ZeroMQ socket of a server, and its address for clients. zmq.ZMQError: the bind
-    failed. StoreError: the bind is not allowed (keys/curve.py)."""
+    failed. StoreError: other hosts reach the address, and keys are missing (keys/curve.py)."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
@@ -156,7 +155,7 @@ def listening(
 
 
 def set_reconnecting(socket: zmq.Socket[bytes]) -> None:
-    """Options of every ZeroMQ socket that connects."""
+    """Set the options of every ZeroMQ socket that connects."""
     socket.linger = 0
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
@@ -166,20 +165,20 @@ class Connection(Protocol):
     """Carries one request at a time; used by one thread at a time."""
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """The reply to request `number`. None: none arrived before time.monotonic() `deadline_s`,
-        or none will."""
+        """The reply to request `number`; None without one at `deadline_s` (time.monotonic()), or
+        earlier if no reply can arrive."""
 
     def send(self, frames: list[bytes]) -> None:
-        """Send without waiting. The request may be lost; the next exchange discards the reply."""
+        """Send without waiting. The request may be lost. The next exchange discards its reply."""
 
     def is_lost(self) -> bool:
-        """True if the idle connection is rejected again and again."""
+        """Whether the server keeps rejecting this idle connection."""
 
     def close(self) -> None: ...
 
 
 class ZeroMqConnection:
-    """A DEALER socket. It reaches other hosts, and reconnects by itself."""
+    """A DEALER socket, which reaches other hosts and reconnects by itself."""
 
     def __init__(
         self,
@@ -188,7 +187,8 @@ class ZeroMqConnection:
         has_moved: Callable[[], bool] | None = None,
         who: str = "",
     ) -> None:
-        """`has_moved`: True if another server answers now. Called while no reply arrives."""
+        """`has_moved`: whether another server was elected; called while no reply arrives. `who`:
+        the name of the server in errors."""
         self._context, self._has_moved = context, has_moved
         self._address, self._access = address, PeerAccess(address, who)
         self._socket = self._connected()
@@ -206,7 +206,7 @@ class ZeroMqConnection:
         return socket
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """AccessRefused: the other side rejects this process."""
+        """As Connection.exchange. AccessRefused: the server rejects this process."""
         with contextlib.suppress(zmq.ContextTerminated):  # closed by another thread
             self.send(frames)
             while (left_s := deadline_s - time.monotonic()) > 0:
@@ -226,7 +226,7 @@ class ZeroMqConnection:
         return None
 
     def _poll(self, wait_ms: int) -> tuple[bool, bool]:
-        """(a message has arrived, the connection has changed)"""
+        """Wait; returns (a message has arrived, the state of the connection has changed)."""
         monitor = self._access.monitor
         if monitor is None:
             return bool(self._socket.poll(wait_ms)), False
@@ -234,7 +234,7 @@ class ZeroMqConnection:
         return self._socket in ready, monitor in ready
 
     def send(self, frames: list[bytes]) -> None:
-        # Again: a handshake failed, and ZeroMQ has given the connection up. The request is lost.
+        # zmq.Again: a handshake failed, and ZeroMQ has closed the connection; the request is lost.
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -247,10 +247,10 @@ class ZeroMqConnection:
 
 
 class Requester:
-    """Sends requests to one server. Thread-safe. Connections are kept for later requests.
-    `is_in_order`: one request at a time over one connection, for a server that answers in order
-    (the directory answers within microseconds). Otherwise each request has its own connection, so
-    that a slow request delays no other."""
+    """Sends requests to one server, and keeps connections for later requests. Thread-safe.
+    `is_in_order`: one request at a time over one connection, for a server that answers in order and
+    fast. Otherwise concurrent requests have connections of their own, so that a slow request delays
+    no other request."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class Requester:
         look_after(self)
 
     def ask(self, request: Verb[T], timeout_s: float) -> T:
-        """The result in the reply; raises the error in the reply. StoreUnavailable: no reply in
+        """The result in the reply, or raise the error in the reply. StoreUnavailable: no reply in
         time, or this Requester is closed."""
         deadline_s = time.monotonic() + timeout_s
         body = msgspec.msgpack.encode(request)
@@ -296,8 +296,7 @@ class Requester:
         return self._result(reply, decoder)
 
     def send(self, request: Verb[Any], timeout_s: float) -> None:
-        """As `ask`, without waiting for the reply, and without a guarantee that the request
-        arrives."""
+        """As `ask`, but do not wait for a reply. The request may be lost."""
         if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
             return
         try:
@@ -326,8 +325,8 @@ class Requester:
                 connection.close()
 
     def close(self) -> None:
-        """A second call has no effect. A request in progress in another thread ends with
-        StoreUnavailable; with `is_in_order`, close waits for it."""
+        """A second call has no effect. With `is_in_order`, close waits for a request in progress in
+        another thread. Otherwise such a request ends with StoreUnavailable."""
         with self._turn or contextlib.nullcontext():
             with self._lock:
                 self._is_closed = True

@@ -1,9 +1,9 @@
-"""Requests over a Unix socket of one host: the same frames as over ZeroMQ, in a tenth of the time.
+"""Requests over a Unix socket of one host: the same frames as over ZeroMQ, in a twentieth of the
+time.
 
-A round trip through ZeroMQ wakes six threads (client, its I/O thread, the server's, the server, and
-back) and takes 110-140 us here. Through a Unix socket it wakes two and takes 5-6 us. A directory
-that listens at ipc://PATH also listens at PATH.direct. Clients of that address use the Unix socket,
-all others use ZeroMQ.
+A round trip through ZeroMQ wakes a thread six times (the server, both I/O threads, and the client)
+and takes 110-140 us here; through a Unix socket, twice and 5-6 us. A directory that listens at
+ipc://PATH also listens at PATH.direct. Clients of ipc://PATH use the Unix socket, others ZeroMQ.
 
 Not here: the bytes of a message (framing.py), tcp:// and events (ZeroMQ).
 """
@@ -21,9 +21,9 @@ from mooncake_store.wire.framing import REQUEST_BYTES_MAX, from_stream, number_o
 from mooncake_store.wire.request_reply import Later
 
 SUFFIX = ".direct"
-CONNECTIONS_MAX = 4_096
-UNREAD_BYTES_MAX = 2 * REQUEST_BYTES_MAX  # replies that a client has not read
-RECEIVE_BYTES = 64 * 1024  # malloc uses mmap for more than 128 KiB, which takes 12 us
+CONNECTIONS_MAX = 4_096  # connected clients
+UNREAD_BYTES_MAX = 2 * REQUEST_BYTES_MAX  # a client with more bytes of unread replies is dropped
+RECEIVE_BYTES = 64 * 1024  # per recv; above 128 KiB, malloc would use mmap, which takes 12 us
 PATH_BYTES_MAX = 107  # limit of the kernel
 RETRY_S = 0.02  # between two attempts of a client to connect
 ACCEPT_PAUSE_S = 0.1  # after a failed accept, for example without free descriptors
@@ -34,7 +34,7 @@ Reply = Callable[[list[bytes]], list[bytes] | Later]  # frames of a request -> f
 
 
 def direct_path(address: str) -> str:
-    """The path of the Unix socket beside this address; "" if it has none."""
+    """The path of the Unix socket beside this address; "" if the address has none."""
     path = address.removeprefix("ipc://") + SUFFIX
     is_usable = address.startswith("ipc:///") and len(os.fsencode(path)) <= PATH_BYTES_MAX
     return path if is_usable else ""
@@ -49,7 +49,7 @@ class _Client:
         self.outgoing = bytearray()
 
     def receive(self) -> bool:
-        """Read what has arrived. False: the client is gone."""
+        """Read the bytes that have arrived. False: the client is gone."""
         try:
             data = self.peer.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -60,7 +60,7 @@ class _Client:
         return bool(data)
 
     def give(self, reply: list[bytes]) -> None:
-        """Send a late reply; it is lost if the client is gone."""
+        """Send a reply that was not ready at once (Later); lost if the client is gone."""
         self.outgoing += to_stream(reply)
         with contextlib.suppress(OSError):
             self.send()
@@ -75,7 +75,7 @@ class _Client:
 
 
 class UnixListener:
-    """The listening side. Its owner polls `files()` and calls `serve` with the ready ones."""
+    """The listening side. Its owner polls `files()` and passes ready descriptors to `serve`."""
 
     def __init__(self, path: str, reply: Reply) -> None:
         self._reply = reply
@@ -84,8 +84,7 @@ class UnixListener:
         # time.monotonic() of the next accept and of the next log line
         self._accept_s = self._note_s = float("-inf")
         with contextlib.suppress(FileNotFoundError):
-            # left by a process that has ended: ZeroMQ's address is bound here, so no process uses
-            # it
+            # An ended process left the file: this process has bound the ZeroMQ address beside it.
             os.unlink(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
@@ -108,14 +107,13 @@ class UnixListener:
                 self._serve(fd, self._clients[fd])
 
     def _accept(self) -> None:
-        """Accept all waiting clients. Those that cannot be accepted now remain in the kernel's
-        queue."""
+        """Accept waiting clients. After an error, the others wait in the kernel's queue."""
         while True:
             try:
                 peer, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            # for example out of descriptors: connected clients are still served
+            # For example no free descriptor: connected clients are still served.
             except OSError as error:
                 self._accept_s = time.monotonic() + ACCEPT_PAUSE_S
                 self._note(f"accepted no client: {error}")
@@ -162,7 +160,7 @@ class UnixListener:
 
 
 class UnixConnection:
-    """The requesting side. Connects on first use, and again after an error."""
+    """The requesting side. It connects on first use, and again after an error."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -170,8 +168,8 @@ class UnixConnection:
         self._incoming = bytearray()
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """The reply, or None at the deadline. If the connection breaks, the directory has ended or
-        has dropped this client. The request is then repeated over a new connection."""
+        """The reply, or None at the deadline. After a broken connection (the server has ended or
+        has dropped this client), the request is repeated over a new connection."""
         message = to_stream(frames)
         while (left_s := deadline_s - time.monotonic()) > 0:
             try:
@@ -193,7 +191,7 @@ class UnixConnection:
         self.close()
 
     def is_lost(self) -> bool:
-        return False  # the kernel keeps no records of a broken connection
+        return False  # a Unix socket does not reconnect by itself
 
     def _await(self, peer: socket.socket, number: int, deadline_s: float) -> list[bytes] | None:
         while True:
