@@ -3,7 +3,8 @@
 Supports Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (also Kimi K2, which has the architecture of
 DeepSeek-V3). Reads the RoPE keys of transformers 4 (`rope_theta`, `rope_scaling`) and of
 transformers 5 (`rope_parameters`). A feature that the engine cannot compute exactly is rejected by
-name. The keys of an unknown architecture are not checked. Loads no torch, for `mooncake config`.
+name. The keys of an unknown architecture are not checked. This module does not import torch,
+because the command `mooncake config` imports the module.
 
 Not here: the tensors (checkpoint.py), the computation of RoPE (rope.py).
 """

@@ -109,7 +109,7 @@ def sample(
     """The token at `position` of the output (0: the first). Does not change `logits` [vocabulary].
 
     `output_ids`: the output tokens before `position`. Only penalties use `prompt_ids` and
-    `output_ids`. `allowed` [vocabulary], from the grammar matcher, must have a True.
+    `output_ids`. `allowed` [vocabulary] is from the grammar matcher; at least one token is allowed.
     """
     assert logits.ndim == 1, logits.shape
     assert position >= 0, position

@@ -153,7 +153,7 @@ class Tracing:
         return cls(SpanExport(OtlpSender(endpoint)), share_sampled(environment))
 
     def begin(self, parameters: Mapping[str, Any], arrived_s: float) -> RequestTrace:
-        """The trace of a request. `parameters`: its KServe parameters, with the traceparent."""
+        """The trace of a request. `parameters`: its KServe parameters, maybe with a traceparent."""
         root, parent_span_id = self.context_of(parameters.get(TRACEPARENT))
         offer = self.export.offer if root.is_sampled else None
         return RequestTrace(root, parent_span_id, arrived_s, offer)
@@ -175,7 +175,7 @@ class Tracing:
 def begin_trace(
     tracing: Tracing | None, parameters: Mapping[str, Any], arrived_s: float
 ) -> RequestTrace:
-    """The trace of a request. Without `tracing` it has the client's trace id for logs, no spans."""
+    """The trace of a request. Without `tracing` it has no spans, only the client's trace id."""
     if tracing is not None:
         return tracing.begin(parameters, arrived_s)
     parent = parse_traceparent(parameters.get(TRACEPARENT))

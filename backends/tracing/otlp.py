@@ -25,7 +25,7 @@ class OtlpSender:
     """Implements export.Sender."""
 
     def __init__(self, endpoint: str) -> None:
-        # The exporter would log every failed batch. export.py logs only the first failure.
+        # The exporter would log every failed batch. export.py logs the first failure in a row.
         logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
         host = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}").hostname or ""
         # No proxy for a collector on this machine. For other hosts gRPC obeys `no_proxy`.

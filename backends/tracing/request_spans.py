@@ -10,7 +10,7 @@
           prefill.wait            wait until the engine computes the prompt
           prefill.compute         from the first chunk to the first token
           prefill.put             after the first token: write the remaining KV to the store
-        handover                  from the prefill reply until the request joins decode's batch
+        handover                  from the prefill reply until the request joins a decode batch
           handover.queue, .load   from the decode call on: wait for pages; read the KV
         decode                    from the end of the handover until the decode worker's reply
 

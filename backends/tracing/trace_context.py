@@ -29,7 +29,7 @@ _RATIO_BITS = 56  # low bits of a trace id, which W3C Trace Context level 2 make
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """Identity of a span, as a child span needs it."""
+    """Identity of a span and of its trace."""
 
     trace_id: str  # 32 hexadecimal digits; "": no trace
     span_id: str  # 16 hexadecimal digits; "": no trace

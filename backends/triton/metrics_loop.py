@@ -18,7 +18,7 @@ Publish = Callable[[MetricPage, Any, float], None]  # (page, subject, now_s)
 
 class MetricsLoop:
     def __init__(self, make_page: Callable[[], MetricPage], publish: Publish, subject: Any) -> None:
-        """Starts the thread. It calls `make_page`, which takes dozens of round trips to Triton."""
+        """The thread calls `make_page`, because this takes dozens of round trips to Triton."""
         self._make_page = make_page
         self._publish = publish
         self._subject = subject

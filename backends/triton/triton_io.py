@@ -1,4 +1,4 @@
-"""Adapter to Triton's Python backend API. No other file uses this API, so they run under pytest.
+"""Adapter to Triton's Python backend API. All other files do without it and run under pytest.
 
 Translates requests to flat numpy arrays, replies to responses, errors to Triton errors with a code,
 and metrics to series on Triton's metrics port. Reads the `parameters` of config.pbtxt.
@@ -99,8 +99,8 @@ def inputs_of(request: Any) -> dict[str, np.ndarray]:
 def parameters_of(request: Any) -> dict[str, Any]:
     """The request's KServe parameters.
 
-    Triton handles its own parameter `timeout` (in us) itself. Its value becomes `timeout_ms`,
-    except if the client also sent `timeout_ms`.
+    Triton removes its own parameter `timeout`, in microseconds. This function adds the value as
+    `timeout_ms`, except if the client sent `timeout_ms`.
     """
     text = request.parameters()
     found: dict[str, Any] = json.loads(text) if text else {}

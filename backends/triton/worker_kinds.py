@@ -42,7 +42,7 @@ def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: in
 
 
 def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:
-    """Loads the worker's engine. `of_engine`: the config of TensorRT-LLM, if it is the engine."""
+    """Load an engine; returns its driver. `of_engine`: the config of TensorRT-LLM, if used."""
     if config.engine == "tensorrt_llm":
         from backends.workers.trtllm.decode import TrtllmDecode
         from backends.workers.trtllm.prefill import TrtllmPrefill
@@ -83,7 +83,7 @@ def make_worker(
 def make_flipping_worker(
     role: str, model: str, repository: str, config: Any, of_other_role: Any
 ) -> FlippingWorker:
-    """A worker of both roles, first `role`. Measures the speed of a role without a profile."""
+    """A worker of both roles that starts with `role`. Measures each role that has no profile."""
     from backends.workers import machine_profile
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.lasting_parts import LastingParts

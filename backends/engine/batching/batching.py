@@ -181,7 +181,7 @@ class Admission:
         return None
 
     def admit(self, at_most: int | None = None) -> list[Admitted]:
-        """Admit requests from the head of the queue until one does not fit, `at_most` so many."""
+        """Admit at most `at_most` requests from the head of the queue, until one does not fit."""
         admitted: list[Admitted] = []
         while len(self._pages) < self._slots_max and len(admitted) != at_most:
             request_id = self._head()
@@ -278,7 +278,7 @@ class PrefillBatching(Admission):
         return True
 
     def ahead(self, request_id: str) -> int:
-        """Number of unfinished prompts before this one in the order, waiting or started."""
+        """Number of unfinished prompts before this prompt in the order."""
         unfinished = (name for name in self._positions if not self._is_complete(name))
         return sum(self.goes_before(name, request_id) for name in unfinished)
 
@@ -412,11 +412,11 @@ class PrefillBatching(Admission):
         ]
 
     def layer_loaded(self, request_id: str) -> None:
-        """Record that the prefix's KV of the next layer to load is in the ring buffers."""
+        """Record that the prefix's KV of one more layer is in the ring buffers."""
         self._passes[request_id].loaded += 1
 
     def layer_stored(self, request_id: str) -> None:
-        """Record that the KV of the next layer to store is stored; ignored if not started."""
+        """Record that the KV of one more layer is stored. No effect for an unstarted request."""
         if (of_layers := self._passes.get(request_id)) is not None:
             of_layers.stored += 1
 

@@ -65,9 +65,9 @@ class LayerRings:
     numbers: Sequence[int]  # numbers[i] is the ring buffer of block i
 
     def page_offset_bytes(self, block: int, layer: int) -> int:
-        """Offset in the pool at which a page would begin that had `layer` in the same place.
+        """Page offset with which code for pages finds `layer` in the ring buffer of this block.
 
-        So code for pages finds the layer at its offset in a page. The result may be negative."""
+        Such code adds the layer's offset inside a page. So the result may be negative."""
         size = self.shape.layers_at_once
         return (self.numbers[block] * size + layer % size - layer) * self.layer_bytes
 

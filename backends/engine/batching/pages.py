@@ -66,7 +66,7 @@ class Occupation:
     """Page seconds of a pool. One thread at a time may call `changed`; any thread may read."""
 
     def __init__(self, now_s: float) -> None:
-        # Pages taken, time of the last change in s, page seconds before it. One tuple: atomic.
+        # Pages taken, time of last change in s, page seconds before it. One tuple: atomic reads.
         self._state = (0, now_s, 0.0)
 
     def changed(self, used_pages: int, now_s: float) -> None:

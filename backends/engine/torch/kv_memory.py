@@ -45,7 +45,7 @@ class KvMemory:
         layout: KvLayout,
         pages_max: int,
         device: torch.device,
-        is_mirrored: bool | None = None,  # None: True unless the device is the CPU
+        is_mirrored: bool | None = None,  # has a mirror in host memory; None: if not on the CPU
         queue: CopyQueue | None = None,  # makes the copies of a mirror; None: the device's queue
     ) -> None:
         assert pages_max > 0, pages_max

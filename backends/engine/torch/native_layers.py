@@ -3,7 +3,7 @@
     norm_rows, gate_rows   RMS norm; silu(gate) * up
     rotate_rows            rotary embedding; writes K and V into their pages
     attend_query_tokens    attention of the last token of each sequence; reads the pages in place
-    attend_prefill         the same for a prompt's chunk, bfloat16 only
+    attend_prefill         attention of a prompt's chunk, bfloat16 only
 
 Each kernel makes one pass over memory. torch needs several operations and gathers the pages. At
 batch 16 and 4,096 tokens of context, gathering moved three times the bytes of the KV. The kernels

@@ -77,7 +77,7 @@ class PrefillSpan:
     first: int  # row of the first new token in the batch
     tokens: int  # number of new tokens; >= 2
     start: int  # position of the first new token in its sequence
-    page_rows: torch.Tensor  # as QueryGroup.page_rows, to a multiple of CONTEXT_STEP_TOKENS
+    page_rows: torch.Tensor  # row indices for `end` tokens, rounded up to CONTEXT_STEP_TOKENS
     pages: Integers  # page numbers of the tokens before `end`
 
     @property

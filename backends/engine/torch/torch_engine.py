@@ -47,7 +47,7 @@ class TorchEngine:
         transformer: Transformer,
         weights_id: str,
         layers: LayerRange | None = None,  # None: all
-        recorder: Recorder | None = None,  # records decode steps as CUDA graphs; None: does not
+        recorder: Recorder | None = None,  # records decode steps as CUDA graphs; None: no recording
     ) -> None:
         self.config = config = transformer.config
         memory = transformer.attention.memory

@@ -208,7 +208,7 @@ class _Loader:
         return tensor
 
     def scale(self, prefix: str, suffixes: tuple[str, ...]) -> float:
-        """The scale in the first existing tensor of these names; 1.0 if none exists or is valid."""
+        """Scale in the first existing tensor of these names. Missing or wrong (see `found`): 1."""
         names = (prefix + suffix for suffix in suffixes)
         name = next((name for name in names if name in self.checkpoint.entries), None)
         if name is None:

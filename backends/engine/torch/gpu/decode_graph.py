@@ -192,7 +192,7 @@ class DecodeGraphs:
         return static
 
     def _entered(self, batch: Sequence[Work]) -> list[int]:
-        """Pages to clear, because masked rows must be finite: the step writes their first token."""
+        """Pages that this step begins to write. They are cleared: masked rows must be finite."""
         block_tokens = self._memory.layout.block_tokens
         return [
             sequence.pages[sequence.start // block_tokens]

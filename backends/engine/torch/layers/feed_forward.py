@@ -2,8 +2,8 @@
 
 Mixture of experts as in DeepSeek-V3: each token uses a few routed experts, and the shared experts.
 A routed expert's score is a sigmoid in float32. A correction bias per expert is added to choose
-experts, but not to weight their results. Routed experts are in groups. Groups are ranked by the sum
-of their two best biased scores, and only experts of the best groups can be chosen.
+experts, but not to weight their results. Routed experts are in groups. A group's rank is the sum of
+its two best biased scores, and only experts of the best groups can be chosen.
 """
 
 from __future__ import annotations
