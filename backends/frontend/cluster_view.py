@@ -49,8 +49,8 @@ from mooncake_store.records.membership import WorkerInfo
 log = logging.getLogger(__name__)
 TICK_S = 0.5  # period of Conductor.on_tick
 CANDIDATES_MAX = 16  # best pairs listed with a decision; a fleet has thousands
-PAIRS_EXPLAINED_MAX = 512  # for status pages; listing this many holds the lock for 1 ms
-HOT_PREFIXES_MAX = 8  # hot prefixes shown
+PAIRS_EXPLAINED_MAX = 512  # pairs compared for status pages; so many hold the lock for 1 ms
+HOT_PREFIXES_MAX = 8  # hot prefixes on status pages
 COPIES_WAITING_MAX = 16  # suggestions
 COPY_S_MAX = 5.0  # timeout of carrying out one suggestion
 # The directory sends at least one message a second. While its silence is between these two times,

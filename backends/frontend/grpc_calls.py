@@ -155,7 +155,7 @@ class GrpcCalls:
             self._close_retired()
 
     def probe(self, address: str) -> None:
-        """Call the Triton at `address`. Raises the ServingError that a worker's call would raise.
+        """Call the Triton at `address`. Raises the ServingError that a call to its worker would.
 
         After a success, further calls use new connections, because a failed connection waits
         before it reconnects.

@@ -1,9 +1,9 @@
 """Requests in flight at the frontend: their limit per tenant, and the thread that watches them.
 
-A tenant that is alone may use all `requests_max` request slots. Beside other tenants, each tenant
-may use at most its share of the slots, so that a flood leaves slots to the others. Requests in
-flight are never ended for this: a flood that came first drains, and gets no new slot above its
-share.
+A tenant that is alone may use all `requests_max` request slots. While several tenants are present,
+each may use at most the share `tenant_requests_share`, so that a flood leaves slots to the others.
+Requests in flight are never ended for this. A flood that came first gets no new slot above its
+share, and drains.
 
 A tenant whose request was rejected counts as present for RECENT_S, or until it is admitted.
 Otherwise a flood that holds every slot could keep all slots, because no other tenant would count.

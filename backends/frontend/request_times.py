@@ -194,7 +194,7 @@ def end_attributes(state: State, error: Exception | None) -> dict[str, Attribute
 
 
 def end_of_span(error: Exception | None) -> str:
-    """The span's status; "" after success. No error text that may quote a client or a tenant."""
+    """The span's status; "" after success. It contains no text of a client and no tenant."""
     if isinstance(error, Overloaded):
         return f"rejected kind={error.kind}"
     if isinstance(error, InvalidRequest | Forbidden):

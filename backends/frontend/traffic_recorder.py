@@ -151,7 +151,7 @@ class TraceFiles:
             raise
 
     def _prune(self, coming_bytes: int) -> None:
-        """Delete the oldest files without a writer, until there is room for one more file."""
+        """Delete the oldest files without a writer, as far as needed for one more file."""
         found = []
         for path in self._folder.glob(NAMES):
             with contextlib.suppress(FileNotFoundError):  # another recorder deleted it

@@ -190,7 +190,7 @@ def foreign_page(scope: Scope, headers: dict[bytes, bytes]) -> str:
 
 
 def is_public_name(host: str) -> bool:
-    """True if a Host header contains a public DNS name, whose owner chooses its address. False for
+    """True if a Host header has a public DNS name, which may point to any address. False for
     addresses, for `localhost`, and for names without a dot, which are never public."""
     name = re.sub(r":\d*$", "", host).rstrip(".").lower()
     return "." in name and not name.endswith(".localhost") and not is_number(name.strip("[]"))

@@ -91,7 +91,7 @@ class EventStream:
         self._counts_each_event = facts.counts_each_event
 
     def opening(self) -> bytes:
-        """The event before the first piece, which has the role in a chat; b"" in a completion."""
+        """In a chat, the event with the role, before the first piece. In a completion, b""."""
         if not self._is_chat:
             return b""
         choice = b'{"index":0,"delta":{"role":"assistant","content":""'

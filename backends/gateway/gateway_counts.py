@@ -1,6 +1,6 @@
 """The counters of a gateway process, as a page for Prometheus.
 
-Each process has its own page. The launcher's metrics port serves the sums over these pages.
+Each process has its own page. The launcher merges the pages and serves them on its metrics port.
 
 Not here: the meaning of the names (metrics/table.py).
 """

@@ -9,8 +9,8 @@ The `decision` output of a request:
     second_fetch_node          predicted sources of the prefix
     queue_order                name of the prefill queue's order
     place_s                    seconds: the request's key in that order, minus the decision time
-    candidates                 the best pairs, chosen first, each with its terms and a verdict:
-                               chosen, slower, or why it would have been rejected
+    candidates                 the best pairs, chosen first, each with its Prediction and a verdict:
+                               chosen, slower, or the kind of rejection that it would have caused
     candidates_left_out        number of further pairs
     advice                     advisory mode: the rejection that was not applied
     cached_tokens, fetched_blocks, fetched_bytes, queue_ahead, queue_s, load_s, prefill_s, put_s
@@ -28,8 +28,8 @@ The state of the cluster, for the parameter `describe` with the value `cluster`:
     hot_prefixes               hottest first: hash, blocks, hits per second, leading blocks by node
     decisions                  the latest, newest first
 
-The state contains numbers, names and hashes. Its only text of a client is the tenant's name without
-API keys. Not here: access control (frontend.py, tenants/principal.py), display (gateway/page).
+The state contains numbers, names and hashes. Without API keys, one text is from a client: the
+tenant's name. Not here: access control (frontend.py, tenants/principal.py), display (gateway/page).
 """
 
 from __future__ import annotations
