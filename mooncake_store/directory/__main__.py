@@ -1,9 +1,9 @@
 """Process of the directory: options, signals, and the election if there are several.
 
 Without --etcd, the directory serves until a signal. With --etcd, it waits to be elected, serves
-while elected, and waits again after losing the lead. Each leadership has a new Directory under a
-new epoch, which the storage nodes fill with their inventories. stdout has a line `ready ...` at
-each start of serving.
+while elected, and waits again after losing the lead. Each leadership has a new Directory with a new
+epoch, and the storage nodes report their blocks to it. The process prints a line `ready ...` on
+stdout each time it begins to serve.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ETCD_S_MIN = 0.3  # least timeout of a call to one endpoint, however short the T
 
 
 class StopSignal:
-    """Set by SIGTERM and SIGINT; stops the server that runs at that moment."""
+    """Set by SIGTERM and SIGINT. A signal stops the running server."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -111,7 +111,7 @@ def serve(
     may_serve: Callable[[], bool] = lambda: True,
     durable: DurableVerbs | None = None,
 ) -> None:
-    """Serve until `stop` or until `may_serve` is false; AddressTaken, PortTaken."""
+    """Serve until `stop` is set or `may_serve` is false. AddressTaken, PortTaken."""
     server = DirectoryServer(
         directory, options.address, options.events, options.self_check, may_serve, durable
     )
@@ -136,8 +136,8 @@ def serve(
 def serve_when_elected(
     options: argparse.Namespace, config: DirectoryConfig, stop: StopSignal
 ) -> None:
-    """Wait for the lead, serve, and wait again, until `stop`."""
-    # A hanging endpoint must not cost the lead while other endpoints answer.
+    """Wait to be elected, serve, and wait again, until `stop` is set."""
+    # If one endpoint hangs, this timeout leaves time for the others before the lease ends.
     etcd, prefix = parse_address(options.etcd, max(ETCD_S_MIN, MARGIN * options.ttl_s))
     address, _, events = (options.advertise or f"{options.address},{options.events}").partition(",")
     unusable = [name for name in (address, events) if not name or "*" in name or "0.0.0.0" in name]
@@ -160,7 +160,7 @@ def serve_when_elected(
         except LeadLost as error:
             log.warning("lost the lead: %s", error)
         finally:
-            # Writers must mark recently granted slots before the next leader begins.
+            # Writers must have time to mark granted slots before the next leader begins.
             if won.may_serve():
                 time.sleep(won.margin_s)
             won.close()
@@ -169,11 +169,11 @@ def serve_when_elected(
 
 
 def with_huge_tables() -> None:
-    """Restart this process with huge pages for large tables, unless that was done before.
+    """Restart this process with huge pages for large tables, unless GLIBC_TUNABLES is set.
 
-    At ten million keys the index is a 700 MB table that is read at random. glibc reads its tunables
-    only at the start of a process. `exist` of 1,000 keys then takes 2.3 times as long as at 100,000
-    keys, instead of 2.5 times (python -m bench.directory).
+    glibc reads its tunables only at the start of a process. At ten million keys the index is a 700
+    MB table that is read at random. With huge pages, `exist` of 1,000 keys takes 2.3 times as long
+    there as with 100,000 keys in the index; without them, 2.5 times (python -m bench.directory).
     """
     if "GLIBC_TUNABLES" in os.environ:
         return
@@ -182,7 +182,7 @@ def with_huge_tables() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit as far as allowed: each local client takes one, and 1,024 is usual."""
+    """Raise the limit as far as allowed. Each local client takes a descriptor; 1,024 is usual."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # where the limit cannot be raised
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -196,8 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
     if problems := config.problems():
         print("\n".join(f"directory: {problem}" for problem in problems), file=sys.stderr)
         return 2
-    # Ten million blocks are as many objects, none of them in a cycle. A full collection would find
-    # nothing and delay every request by seconds. Young objects are still collected.
+    # A block is an object outside of any reference cycle. With ten million blocks, a full garbage
+    # collection would free nothing and delay requests by seconds. Young objects are collected.
     gc.set_threshold(50_000, 20, 1_000_000)
     raise_descriptor_limit()
     stop = StopSignal()
@@ -205,8 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.etcd:
             serve_when_elected(options, config, stop)
         else:
-            # Milliseconds since 1970: differs from the epoch of the earlier directory even if the
-            # clock was set back. It is nearly always larger, so its generations are new.
+            # The epoch is the milliseconds since 1970. It differs from the epoch of the earlier
+            # directory even if the clock was set back, and is nearly always larger.
             serve(options, Directory(time.time_ns() // 1_000_000, config), stop)
     except (AddressTaken, PortTaken, RequestInvalid, KeysInvalid) as error:
         print(f"directory: {error}", file=sys.stderr)

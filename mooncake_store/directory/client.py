@@ -1,7 +1,8 @@
 """Client of the directory: one synchronous method per verb, thread-safe.
 
-Each call has a deadline (wire/request_reply.py). A call that timed out may or may not have taken
-effect. Leases expire, and registrations can be repeated. Directory.commit rejects a second commit.
+Each call has a deadline (wire/request_reply.py). A call that timed out may have taken effect. This
+is harmless: leases expire, registrations can be repeated, and Directory.commit rejects a second
+commit of a block.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ T = TypeVar("T")
 def _elected_address(address: str) -> ElectedAddress | None:
     if not address.startswith(ELECTED):
         return None
-    # Imported with etcd only, because the module needs `requests`.
+    # Imported only for elections, because the module needs the package `requests`.
     from mooncake_store.directory.election import ElectedAddress
 
     return ElectedAddress(address)
@@ -42,7 +43,7 @@ def _elected_address(address: str) -> ElectedAddress | None:
 def _verb(
     request: Callable[P, protocol.DirectoryVerb[T]],
 ) -> Callable[Concatenate[DirectoryClient, P], T]:
-    """A method that sends this request, made of the method's arguments, and returns its result."""
+    """A method whose arguments are the fields of this request, and which returns its result."""
 
     def ask(self: DirectoryClient, /, *fields: P.args, **named: P.kwargs) -> T:
         return self._ask(request(*fields, **named))
@@ -51,8 +52,8 @@ def _verb(
 
 
 class DirectoryClient:
-    """Verbs of `Directory` (core/directory.py) over ZeroMQ or a Unix socket; thread-safe, one at a
-    time. Verbs without a docstring behave as documented there. Their arguments are the fields of
+    """Verbs of `Directory` over ZeroMQ or a Unix socket. Thread-safe, one request at a time.
+    core/directory.py documents the verbs that have no docstring here. Arguments are the fields of
     the request (wire/directory_protocol.py)."""
 
     # storage nodes
@@ -111,16 +112,16 @@ class DirectoryClient:
         return replace(given, asked_s=asked_s) if given.begin_s else given
 
     def may_write(self, given: Allocation, owner: str, lease_s: float) -> bool:
-        """Whether the writer may mark the slot headers and, once they are marked, write the bytes.
+        """Whether the writer may mark the slot headers as "writing", or, after it, write the bytes.
 
-        False: too late, another directory may have granted the slots to another writer. In time
-        (Allocation.begin_s), no other directory leads yet. Whatever happens afterwards, the next
-        directory finds the marked headers and quarantines the slots (inventory.py).
+        True within Allocation.begin_s after the request, because no other directory leads yet; the
+        next directory will find the marks and quarantine the slots (inventory.py). Later, True only
+        if the lease can be renewed. False: another writer may have these slots.
 
         The check covers a stopped process and a sleeping machine. It does not cover a paused
         virtual machine, all of whose clocks stop: such a writer may mark slots of another writer.
-        Its commit is rejected by the epoch. Readers detect its bytes as a miss by checksum, and
-        nearly always by generation (docs/decisions/0026).
+        The epoch then rejects its commit. Readers detect its bytes by checksum, and nearly always
+        by generation, and count a miss (docs/decisions/0026).
         """
         if not given.begin_s or boot_s() - given.asked_s <= given.begin_s:
             return True
@@ -141,8 +142,8 @@ class DirectoryClient:
         lease_s: float,
         epoch: int = 0,
     ) -> list[bool]:
-        """Commit written blocks (key, slot, generation, checksum); False for each late one.
-        `epoch`: of the slots. All commits are late when another directory leads by now."""
+        """Commit written blocks (key, slot, generation, checksum); False for each late block.
+        All are late if another directory leads than that of `epoch`, which granted the slots."""
         try:
             return self._ask(protocol.Commit(node_id, blocks, owner, lease_s, epoch))
         except EpochPassed as error:
@@ -160,8 +161,8 @@ class DirectoryClient:
         return list(map(bool, bytearray(self._ask(protocol.Exist(packed)))))
 
     def used(self, keys: bytes) -> None:
-        """Record reads of these blocks (keys of 16 bytes each, joined) that needed no lookup. Does
-        not wait for the answer. If the message is lost, the blocks count as slightly colder."""
+        """Record reads of these blocks (keys of 16 bytes each, joined) without a lookup. Does not
+        wait for an answer. If the message is lost, the directory evicts the blocks earlier."""
         self._requester.send(protocol.Used(keys), self.timeout_s)
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float = 0.0) -> list[bool]:
@@ -179,7 +180,7 @@ class DirectoryClient:
         return self._ask(protocol.PlaceKeys(keys, excluded))
 
     def release_later(self, owner: str) -> None:
-        """`release` without waiting for the answer. If the message is lost, the lease expires."""
+        """`release` without waiting for an answer. If the message is lost, the leases expire."""
         self._requester.send(protocol.Release(owner), self.timeout_s)
 
     # ---- the socket
@@ -204,7 +205,7 @@ class DirectoryClient:
         return self._elected.leader()
 
     def disconnect(self) -> None:
-        """Reconnect at the next request, to the leader at that time."""
+        """Close idle connections. The next request connects to the leader at that time."""
         self._requester.disconnect()
 
     def _ask(self, request: protocol.DirectoryVerb[T]) -> T:

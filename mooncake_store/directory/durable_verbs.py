@@ -1,11 +1,11 @@
 """Pins and quotas of an elected directory: written to etcd, then executed, then answered.
 
 A separate thread writes one verb after another, while the directory answers all other requests. A
-verb that cannot be written is rejected with StateNotSaved and changes nothing. A verb whose write
-is in progress when this directory loses the lead is rejected with StoreUnavailable. It may still
-take effect in the next directory, which is harmless, because pins and quotas can be set again.
+verb that cannot be written is rejected with StateNotSaved and changes nothing. If this directory
+loses the lead during a write, the verb is rejected with StoreUnavailable. This verb may still take
+effect in the next directory, which is harmless, because pins and quotas can be set again.
 
-Without an election this module is not used: pins and quotas end with the directory.
+Without an election this module is not used, and pins and quotas end with the directory.
 
 Not here: the records (core/durable_log.py), etcd (journal.py).
 """
@@ -49,7 +49,7 @@ def wall_ms() -> int:
 def restore(
     directory: Directory, state: SavedState, now_s: float, now_ms: Callable[[], int] = wall_ms
 ) -> DurableLog:
-    """Load the state of the earlier directories; returns the log that continues from there."""
+    """Load the state of the earlier directories. Returns the log with their records."""
     known, at_ms = DurableLog(), now_ms()
     for number, record in state.pins:
         known.found(number, record)
@@ -64,7 +64,7 @@ def restore(
     for tenant, quota_bytes in state.quotas.items():
         try:
             directory.set_quota(tenant, quota_bytes, now_s)
-        except RequestInvalid as error:  # a foreign value must not stop every directory
+        except RequestInvalid as error:  # one bad value must not stop every directory
             log.warning("the quota of tenant %s in etcd is left out: %s", tenant, error)
     known.outnumber(state.number)
     if state.pins or state.quotas:
@@ -77,7 +77,7 @@ def restore(
 
 
 class DurableVerbs:
-    """Used by the server's thread, which polls `wakeup` and calls `turn` when it is readable."""
+    """For one thread, which polls `wakeup` and calls `turn` when `wakeup` is readable."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class DurableVerbs:
         self._directory, self._journal, self._now_ms = directory, journal, now_ms
         self._waiting: deque[Waiting] = deque()
         self._rewriting: Iterator[LogChange] | None = None  # the rest of a rewrite of the log
-        self._is_rewriting_in_vain = False  # the rewrite failed, and no verb was written since
+        self._is_rewriting_in_vain = False  # a rewrite failed, and no verb was written since
         self._writing: LogChange | None = None  # the change that the thread is writing
         self._is_verb = False  # True: _writing is the first waiting verb; False: a rewrite
         self._asked: SimpleQueue[LogChange | None] = SimpleQueue()
@@ -100,7 +100,7 @@ class DurableVerbs:
         self._thread.start()
 
     def take(self, verb: DurableVerb, now_s: float) -> object:
-        """The result of the verb; Later when it must be written first. StoreError when rejected."""
+        """The result of the verb; Later: the verb must be written first. StoreError: rejected."""
         if len(self._waiting) >= WAITING_MAX:
             raise StoreUnavailable(f"{WAITING_MAX} pins and quotas wait to be saved: retry later")
         if not self._waiting:
@@ -114,7 +114,7 @@ class DurableVerbs:
         return later
 
     def turn(self, responder: Responder[Any], now_s: float) -> None:
-        """Handle finished writes, successful or not."""
+        """Handle finished writes, successful or not, and begin the next write."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wakeup)
         while not self._outcomes.empty():
@@ -126,7 +126,7 @@ class DurableVerbs:
                 self._answer(self._waiting.popleft(), error, responder, now_s)
             if error is None:
                 self._is_rewriting_in_vain &= not self._is_verb
-            elif not self._is_verb:  # the part written so far agrees with the old log
+            elif not self._is_verb:  # harmless: the records written so far agree with the old log
                 log.warning("the log of pins is not rewritten: %s", error)
                 self._rewriting, self._is_rewriting_in_vain = None, True
             self._write_next(responder, now_s)
@@ -147,7 +147,8 @@ class DurableVerbs:
         asked.later.give(reply)
 
     def _write_next(self, responder: Responder[Any], now_s: float) -> None:
-        """Write the next change of a rewrite; outside of rewrites, that of the next valid verb."""
+        """Begin to write the next change of a rewrite. Without a rewrite, begin to write the first
+        waiting verb that is still valid."""
         is_too_long = self.records.is_too_long(len(self._directory.pins))
         if self._rewriting is None and is_too_long and not self._is_rewriting_in_vain:
             self._rewriting = self.records.rewritten(self._all_pins(now_s))
@@ -189,7 +190,7 @@ class DurableVerbs:
         }
 
     def _check(self, verb: DurableVerb) -> None:
-        """Raise the error that the directory would raise, before the verb is written."""
+        """Raise the error that the directory would raise for this verb."""
         if isinstance(verb, SetQuota):
             self._directory.tenants.check_quota(verb.tenant, verb.quota_bytes)
         else:
@@ -223,8 +224,8 @@ class DurableVerbs:
             os.eventfd_write(self.wakeup, 1)
 
     def close(self, responder: Responder[Any]) -> None:
-        """Reject the waiting verbs. Waits for the write in progress, which may still succeed. Call
-        it once; no other call may follow."""
+        """Reject the waiting verbs, and wait for the write in progress, which may still succeed. No
+        other call may follow."""
         self._journal.close()
         gone = StoreUnavailable("this directory does not lead any more: find the leader")
         while self._waiting:

@@ -1,23 +1,23 @@
-"""Leader election of the directory: the directory whose key is in etcd serves.
+"""Leader election of the directory: the directory that wrote the leader's key in etcd serves.
 
     PREFIX/leader   written when it is missing, under a lease that the leader keeps alive:
                     {"address": ..., "events": ..., "name": ..., "epoch": ...}
-    PREFIX/epoch    epoch of the latest leader, written in the same transaction; epochs, and
-                    with them generations, therefore grow whatever the clocks of the hosts show
+    PREFIX/epoch    epoch of the latest leader, written in the same transaction; so epochs, and
+                    the generations of slots, grow even if a clock was set back
 
-A leader's own deadline is shorter than its lease in etcd. It is the requested TTL, less a margin,
-counted from the *sending* of the last successful renewal, even where etcd grants a longer TTL. If
-etcd hangs, the network is cut, or this process was stopped, `may_serve` is false before another
-directory can be elected. It needs no message for this, only its own clock.
+A leader's own deadline is earlier than the end of its lease in etcd: the requested TTL, less a
+margin, after the *sending* of the last successful renewal. If etcd hangs, the network is cut, or
+this process was stopped, `may_serve` is false before another directory can be elected. This check
+needs no message, only the leader's clock.
 
 Time is CLOCK_BOOTTIME, which continues while a machine sleeps. A machine whose clocks stopped (a
 paused VM) detects the loss at its next renewal. Until then, only epochs distinguish its answers
 from those of the next leader.
 
-While etcd does not answer, no directory is elected, and a leader that cannot renew steps down. A
-client then receives at most one answer, which the leader had begun before that.
+While etcd does not answer, no directory is elected, and a leader that cannot renew steps down.
+After its deadline, a client receives at most one answer, to a request that was being carried out.
 
-Addresses `etcd://HOST:PORT,HOST:PORT/PREFIX` mean the current leader there (`leader_at`).
+An address `etcd://HOST:PORT,HOST:PORT/PREFIX` names the current leader there (`leader_at`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from mooncake_store.wire.addresses import ELECTED
 
 log = logging.getLogger("mooncake_store.election")
 PREFIX = "mooncake/directory"
-TTL_S = 3
+TTL_S = 3  # default TTL of the leader's lease
 MARGIN = 0.2  # fraction of the TTL between the leader's own deadline and the end of its lease
 RENEWALS = 4  # renewals per TTL
-POLL_S = 0.2  # interval at which a waiting directory checks for a free lead
+POLL_S = 0.2  # interval at which a waiting directory checks whether a leader exists
 WAITING, WAITING_TTL_S = "waiting", 6  # subfolder and TTL of the keys of waiting directories
 STEP_S = 0.05  # delay until a stop is noticed
 
@@ -61,7 +61,7 @@ class Leader(msgspec.Struct, frozen=True):
 
 
 class Leadership:
-    """A won election. Renews itself in a thread; once lost, it stays lost."""
+    """A won election. A thread renews its lease; once lost, the leadership stays lost."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class Leadership:
         revision: int = 0,
         clock: Callable[[], float] = boot_s,
     ) -> None:
-        """`asked_s`: when (by `clock`) the lease of at least `ttl_s` was requested. `revision`: of
-        the leader's key in etcd, which keeps it during the whole leadership."""
+        """`asked_s`: when (by `clock`) the lease of at least `ttl_s` was requested. `revision`:
+        mod_revision of the leader's key in etcd, which is not written again."""
         self.epoch, self.revision = epoch, revision
         self._etcd, self._lease, self._ttl_s, self._clock = etcd, lease, ttl_s, clock
         self._valid_until_s = self._valid_from(asked_s)
@@ -88,8 +88,8 @@ class Leadership:
 
     @property
     def margin_s(self) -> float:
-        """The least time between the deadline of `may_serve` and the lease's end in etcd. `close`
-        ends the lease at once: wait this long before it if slots were granted."""
+        """The least seconds from the deadline of `may_serve` to the lease's end in etcd. `close`
+        ends the lease at once, so wait this long before `close` if slots were granted."""
         return MARGIN * self._ttl_s
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ class Leadership:
             wait_s = self._ttl_s / RENEWALS if self._renew() else STEP_S
 
     def _renew(self) -> bool:
-        """Renew the lease. False: etcd did not answer; retry soon."""
+        """Try to renew the lease. False: etcd did not answer; retry soon."""
         asked_s = self._clock()
         left_s = -1.0
         try:
@@ -127,14 +127,14 @@ class Leadership:
 
 
 class _Waiting:
-    """Announces in etcd that a directory waits; without the key it would look dead."""
+    """Announces in etcd that a directory waits, so that operators can see it (`waiting_at`)."""
 
     def __init__(self, etcd: EtcdClient, key: str) -> None:
         self._etcd, self._key = etcd, key
         self._lease, self._again_s = 0, 0.0
 
     def announce(self) -> None:
-        """Call it often: etcd is contacted only a few times per WAITING_TTL_S."""
+        """Write or renew the key, at most three times per WAITING_TTL_S. May be called often."""
         if time.monotonic() < self._again_s:
             return
         self._again_s = time.monotonic() + WAITING_TTL_S / 3
@@ -158,7 +158,7 @@ def campaign(
     now_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
     ttl_s: int = TTL_S,
 ) -> Leadership | None:
-    """Wait until `leader` is elected; None when `is_stopping` becomes true first."""
+    """Wait until `leader` is elected. None: `is_stopping` became true first."""
     logged = ""
     waiting = _Waiting(etcd, f"{prefix}/{WAITING}/{leader.address}")
     while not is_stopping():
@@ -211,7 +211,7 @@ def _try_once(
             {key: lease},
         )
     finally:
-        if not revision:  # the key may be written: delete it before its TTL, if possible
+        if not revision:  # the key may have been written: delete it before its TTL, if possible
             with contextlib.suppress(EtcdFailed):
                 etcd.revoke(lease)
     won_ttl_s = min(granted_s, ttl_s)
@@ -219,7 +219,7 @@ def _try_once(
 
 
 def _next_epoch(key: str, last: bytes, now_ms: int) -> int:
-    """An epoch larger than the last one. A value that no directory can have written is ignored."""
+    """An epoch larger than `last`. A value that no directory can have written is ignored."""
     number = decimal(last)
     if last and not 0 < number < EPOCH_MAX:
         log.error("%s in etcd is damaged: no directory had the epoch %r", key, last[:32])
@@ -262,7 +262,7 @@ class ElectedAddress:
         self._leader: Leader | None = None
 
     def find(self) -> str:
-        """The address of the current leader, which `has_moved` compares with later."""
+        """The address of the current leader. `has_moved` compares later leaders with this one."""
         self._leader = _leader_of(self._etcd, self._prefix)
         return self._leader.address
 
@@ -275,7 +275,7 @@ class ElectedAddress:
         try:
             return self.leader() != self._leader
         except EtcdFailed:
-            return False  # unknown: this client does not reach etcd
+            return False  # unknown, because etcd does not answer
         except StoreUnavailable:
             return True
 

@@ -1,12 +1,12 @@
 """Subscription to the directory: a snapshot, then every change in order, in its own thread.
 
-The feed subscribes first, then takes the snapshot, then applies the newer events. The reverse order
-would lose events in between. A new snapshot is needed after a gap in the event numbers, a heartbeat
-with a higher number, or a new epoch (the directory restarted). A listener may therefore be behind
-for a moment, and is correct again within one heartbeat of any loss.
+The feed subscribes first, then takes the snapshot, then delivers the newer events. The reverse
+order would lose the events in between. A new snapshot is needed after a gap in the event numbers, a
+heartbeat with a higher number, or a new epoch (the directory restarted). So a lost event is
+detected within one heartbeat (1 s).
 
-Callbacks run in the feed's thread, one at a time. While the directory does not answer, the listener
-keeps its state and `is_current` is False.
+Callbacks run in the feed's thread, one at a time. While the directory does not answer, no callback
+runs, and `is_current` is False.
 
 Not here: the use of events (the conductor, prefix_index.py).
 """
@@ -36,12 +36,12 @@ from mooncake_store.wire.request_reply import set_reconnecting
 if TYPE_CHECKING:
     from mooncake_store.directory.election import Leader
 
-SILENCE_S_MAX = 3.5  # 3.5 heartbeats
+SILENCE_S_MAX = 3.5  # silence after which the feed is not current: 3.5 heartbeats
 LOOK_S = 1.25  # silence after which etcd is queried for a new leader
-LOOK_AGAIN_S = 0.2
+LOOK_AGAIN_S = 0.2  # between two such queries
 REFUSED_S = 1.0  # delay of the next attempt after a rejected connection
-POLL_S = 0.1  # bounds how long close() takes
-RETRY_S = 0.25
+POLL_S = 0.1  # duration of a turn without messages, so close() takes about as long
+RETRY_S = 0.25  # after a failed snapshot or callback
 GREETING_S_MAX = 1.5  # wait for the first heartbeat after a subscription
 
 log = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class EventFeed:
     ) -> None:
         """`events_address` is ignored if `address` is an election (etcd://...).
 
-        `on_heard`: called ten times a second while current, with a time of boot_clock.py.
-        All events received by this time have been delivered. A listener with `on_heard` loads
-        earlier blocks itself, because its snapshot names no holders.
+        `on_heard`: called several times a second while the feed is current, with a time of
+        boot_clock.py. All events that had arrived at this time are delivered. With `on_heard`,
+        snapshots contain no blocks; load them separately (`index_page`).
         """
         self._on_heard = on_heard
         self._on_snapshot = on_snapshot
@@ -73,8 +73,8 @@ class EventFeed:
         self._events_decoder = msgspec.msgpack.Decoder(protocol.Events)
         self._heartbeat_decoder = msgspec.msgpack.Decoder(protocol.EventHeartbeat)
         self._changed = threading.Condition()
-        self._epoch, self._sequence = -1, 0  # position of the last delivered event
-        self.is_current = False  # the directory answers, and no event is missing
+        self._epoch, self._sequence = -1, 0  # of the last delivered event or snapshot
+        self.is_current = False  # whether the directory answers and no event is missing
         self._needs_snapshot = True
         self._heard_s = self._retry_s = self._look_s = time.monotonic()
         self._leader: Leader | None = None  # the leader subscribed to; None without an election
@@ -85,12 +85,12 @@ class EventFeed:
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, sequence) of the last delivered event; epoch -1 before the first."""
+        """(epoch, number) of the last delivered event; epoch -1 before the first snapshot."""
         with self._changed:
             return self._epoch, self._sequence
 
     def silent_s(self) -> float:
-        """Seconds since the directory's last message, or the feed's start; one a second is sent."""
+        """Seconds since the directory's last message (one a second), or since the feed's start."""
         return time.monotonic() - self._heard_s
 
     def wait_ready(self, timeout_s: float) -> bool:
@@ -113,7 +113,7 @@ class EventFeed:
             while not self._closing.is_set():
                 try:
                     self._turn(stream)
-                    now_s = boot_s()  # before the poll: this process may be stopped after it
+                    now_s = boot_s()  # before the poll, after which this process may be stopped
                     if self._on_heard and self.is_current and not stream.poll(0):
                         self._on_heard(now_s)
                 except Exception:  # Catch all: a bad message or listener must not stop the feed
@@ -156,8 +156,8 @@ class EventFeed:
             self._access.connect(stream)
 
     def _is_replaced(self, now_s: float) -> bool:
-        """Whether another directory leads than the subscribed one, which is silent. etcd is queried
-        only during silence, so the check costs nothing while events arrive."""
+        """Whether the subscribed directory is silent and another one leads. Without silence, etcd
+        is not queried."""
         if self._leader is None or self._needs_snapshot or now_s < self._look_s:
             return False
         if now_s - self._heard_s < LOOK_S:
@@ -169,7 +169,7 @@ class EventFeed:
             return False  # no directory leads yet
 
     def _is_aimed(self, stream: zmq.Socket[bytes]) -> bool:
-        """Subscribe to the current leader, if directories are elected."""
+        """Subscribe to the current leader, if directories are elected. False: there is none."""
         if not self._client.is_elected:
             return True
         try:
@@ -180,11 +180,11 @@ class EventFeed:
             return False
         if leader != self._leader:
             self._leader = leader
-            self._client.disconnect()  # a pending request would wait for the earlier leader
+            self._client.disconnect()  # the next request must not go to the earlier leader
         if leader.events != self.events_address:
             if self.events_address:
                 self._access.close()
-                # Rejected: the socket has already disconnected.
+                # ZMQError: the connection was rejected, so the socket has disconnected already.
                 with contextlib.suppress(zmq.ZMQError):
                     stream.disconnect(self.events_address)
             self.events_address = leader.events
@@ -197,8 +197,8 @@ class EventFeed:
         return True
 
     def _listen(self, stream: zmq.Socket[bytes]) -> None:
-        """Connect, and wait briefly for the heartbeat that the directory sends to each subscriber.
-        Without one (an old proxy, a directory that is down) the snapshot is attempted anyway."""
+        """Connect, and wait up to GREETING_S_MAX for the heartbeat that follows a subscription.
+        Without a heartbeat (the directory is down, for instance), return all the same."""
         notice_silence(stream, self.events_address)
         self._access.connect(stream)
         until_s = time.monotonic() + GREETING_S_MAX
@@ -230,7 +230,7 @@ class EventFeed:
     def _follow(self, batch: protocol.Events) -> None:
         """Deliver the new events of a batch, or record that earlier events are missing."""
         if self._needs_snapshot:
-            return  # the snapshot will include these events
+            return  # the next snapshot includes these events
         known = self._sequence - batch.first_sequence + 1
         if batch.epoch != self._epoch or known < 0:
             self._lost(time.monotonic())
@@ -240,7 +240,7 @@ class EventFeed:
             self._moved(batch.epoch, self._sequence + len(events))
 
     def _lost(self, retry_s: float) -> None:
-        """Record a loss: a snapshot is needed, from `retry_s` on."""
+        """Record that events are missing. A snapshot is taken from time `retry_s` on."""
         self.is_current = False
         self._needs_snapshot = True
         self._retry_s = retry_s

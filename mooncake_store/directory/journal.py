@@ -4,13 +4,13 @@
     PREFIX/state/pins/NUMBER   a record of pins (16 hexadecimal digits; MessagePack)
     PREFIX/state/quota/TENANT  its quota in bytes
 
-A leader first writes the head, so that no write of an earlier leader can succeed after the new
-leader has read the log. Each write is conditional on the mod_revisions of the head and of this
-leader's key. A directory that no longer leads therefore changes nothing.
+Each write is conditional on the mod_revisions (etcd's version of a key) of the head and of this
+leader's key, so a directory that no longer leads changes nothing. A leader first writes the head.
+So no write of an earlier leader can succeed after the new leader has read the log.
 
-A write without an answer is resolved before any other action. The head shows whether the write
-succeeded. If the write is not visible, the leader writes the head again (a seal). The seal makes
-the earlier write fail if it arrives late.
+After a write without an answer, the leader first reads the head, which shows whether the write
+succeeded. If not, the leader writes the head again (a seal), so that the earlier write fails if it
+arrives late.
 
 All calls wait for etcd. Not here: the records (core/durable_log.py), when a change is written
 (durable_verbs.py).
@@ -45,8 +45,8 @@ PAGE_KEYS = 8  # records per answer of etcd, at most 1 MB each
 
 
 class Head(msgspec.Struct, frozen=True):
-    epoch: int
-    # of the latest change, also in a new leader's first head; 0: no change yet
+    epoch: int  # of the leader that wrote this head
+    # Of the latest change, also in a new leader's first head; 0: no change yet.
     number: int
     seal: int = 0  # number of seals that this leader has tried to write
 
@@ -55,9 +55,9 @@ class Head(msgspec.Struct, frozen=True):
 class SavedState:
     """Pins and quotas of the earlier directories."""
 
-    # (number of the change, record), in order of the numbers
+    # (number of the change, record), by ascending number
     pins: list[tuple[int, PinRecord]] = field(default_factory=list)
-    quotas: dict[str, int] = field(default_factory=dict)
+    quotas: dict[str, int] = field(default_factory=dict)  # tenant -> bytes
     number: int = 0  # of the latest change; 0: no change yet
 
 
@@ -66,8 +66,8 @@ class LeadLost(StoreUnavailable):
 
 
 class StateJournal:
-    """For one thread at a time, except `close`. Raises LeadLost if a call must retry after
-    `may_serve` turned false, or finds another leader's head."""
+    """For one thread at a time, except `close`. A call raises LeadLost if it finds another leader's
+    head, or if it must retry while `may_serve` is false."""
 
     def __init__(
         self,
@@ -77,25 +77,24 @@ class StateJournal:
         leader_revision: int,
         may_serve: Callable[[], bool],
     ) -> None:
-        """`prefix`: of the election's keys. `leader_revision`: mod_revision of this leader's
-        PREFIX/leader."""
+        """`prefix`: of the election's keys. `leader_revision`: mod_revision of PREFIX/leader."""
         self._etcd, self._epoch, self._may_serve = etcd, epoch, may_serve
         self._prefix = f"{prefix}/state"
         self._leader_key, self._leader_revision = f"{prefix}/leader", leader_revision
         self._head_key = f"{self._prefix}/head"
         self._revision = 0  # last known mod_revision of the head
-        self._seals = 0
+        self._seals = 0  # seals tried so far; makes each head unique
         self._is_closed = False
 
     def begin(self) -> SavedState:
-        """Take the log over from the earlier directory, and read it."""
+        """Exclude writes of earlier leaders, and read the log."""
         state = SavedState()
         while True:
             found = self._find_head()
             self._revision = found.mod_revision
             if found.mod_revision:
                 state.number = (head := _head(found)).number
-                if head.epoch == self._epoch:  # written by this leader, without an answer
+                if head.epoch == self._epoch:  # this leader has written it, without an answer
                     break
             if self._seal(state.number):
                 break
@@ -127,7 +126,7 @@ class StateJournal:
                 log.error("%s in etcd is damaged; the quota is lost", key)
 
     def write(self, change: LogChange) -> None:
-        """Write the change to etcd. StateNotSaved: it is not written, and will never be."""
+        """Write the change to etcd. StateNotSaved: the change is not and will not be written."""
         head = Head(self._epoch, change.number, self._seals)
         values = {self._head_key: msgspec.json.encode(head)}
         gone: list[tuple[str, str]] = []
@@ -152,7 +151,7 @@ class StateJournal:
             raise StateNotSaved(f"not saved, and nothing changed: {why}")
 
     def _change(self, values: Mapping[str, bytes], gone: list[tuple[str, str]]) -> None:
-        """Write if the head and the leader's key are unchanged, else raise EtcdFailed."""
+        """Write if the head and the leader's key are unchanged; else raise EtcdFailed."""
         expected = {self._head_key: self._revision, self._leader_key: self._leader_revision}
         revision = self._etcd.write_unless_changed(expected, values, {}, gone)
         if not revision:
@@ -160,16 +159,15 @@ class StateJournal:
         self._revision = revision
 
     def _was_written(self, head: bytes, number: int, is_over: bool) -> bool:
-        """Resolve a write without an answer: read its result, and rule out a late success.
-        `is_over`: etcd reported that it is full, so the write cannot succeed later and needs no
-        seal."""
+        """Whether a write without an answer succeeded; afterwards it cannot succeed late.
+        `is_over`: etcd reported that it is full, so a late success is impossible without a seal."""
         while True:
             found = self._find_head()
             if found.value == head or found.mod_revision != self._revision:
                 self._revision = found.mod_revision
                 if _head(found).epoch != self._epoch:
                     raise LeadLost("another directory leads by now: find the leader")
-                # False: the head is an earlier seal of this leader, whose answer was lost
+                # False: the head is an earlier seal of this leader, whose answer was lost.
                 return found.value == head
             if is_over or self._seal(number):
                 return False
@@ -191,7 +189,7 @@ class StateJournal:
         return self._patiently(lambda: self._etcd.get(self._head_key))
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """Call `ask` until etcd answers, while this directory leads."""
+        """Call `ask` until etcd answers. LeadLost: this directory no longer leads."""
         while True:
             try:
                 return ask()

@@ -1,7 +1,7 @@
 """Prometheus metrics of a directory.
 
-The directory and the page run in different threads. The page shows the last DirectoryStats that the
-server loop handed over (once a second), and never reads the directory itself.
+The directory and the metrics page run in different threads. The page shows the DirectoryStats that
+the server loop passes to `update` once a second, and never reads the directory itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class DirectoryCollector(Collector):
 
 
 def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
-    """All metrics of a directory, from its stats alone."""
+    """All metrics that follow from a directory's stats."""
     at = "mooncake_directory_"
     yield gauge(
         at + "epoch", "Epoch of the directory, which identifies its incarnation.", stats.epoch
@@ -126,7 +126,7 @@ def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
 
 
 def _holder_families(nodes: tuple[HolderStats, ...]) -> Iterator[Metric]:
-    """One row per registered holder."""
+    """Metrics with one row per registered holder (the DRAM or the SSD of a node)."""
     at = "mooncake_directory_holder_"
     for name, meaning, value in _PER_HOLDER:
         rows = [((node.node_id, node.tier), float(value(node))) for node in nodes]

@@ -2,7 +2,7 @@
 
 A turn answers waiting requests (ROUTER and Unix sockets), advances the directory's clock (`tick`),
 and publishes all changes as one message of the event stream (PUB socket). A heartbeat is sent every
-second, and at once to each new subscriber. It carries the number of the latest event, so a feed
+second, and at once after a new subscription. It has the number of the latest event, so a subscriber
 that missed the last events detects the gap before the next change.
 
 Not here: the effect of a request (directory.py), messages (wire/), options (__main__.py).
@@ -34,10 +34,10 @@ from mooncake_store.wire.framing import MessageKind, pack_header
 from mooncake_store.wire.request_reply import Later, Responder, listening
 from mooncake_store.wire.unix_socket import UnixListener, direct_path
 
-TICK_S = 0.1
-HEARTBEAT_S = 1.0
-REQUESTS_PER_TURN_MAX = 1_024  # requests per turn, so that events are published under load too
-TURN_S_MAX = 1.0
+TICK_S = 0.1  # interval of Directory.tick
+HEARTBEAT_S = 1.0  # interval of heartbeats
+REQUESTS_PER_TURN_MAX = 1_024  # ZeroMQ requests per turn, so that events are published under load
+TURN_S_MAX = 1.0  # see TurnClock
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ class AddressTaken(StoreError):
 
 
 class TurnClock:
-    """Clock of the server loop, with at most TURN_S_MAX per turn.
+    """Clock of the server loop, which advances at most TURN_S_MAX per reading.
 
     If this process was stopped for a while (SIGSTOP, a frozen VM), the reports of nodes and workers
-    wait unread in the socket. Their silence is then no evidence of death. A turn therefore advances
-    at most TURN_S_MAX, and the reports are read first.
+    wait unread in the socket, and their senders are alive. So the clock advances at most TURN_S_MAX
+    for such a stop, and the reports are read before a node or worker times out.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class DirectoryServer:
         durable: DurableVerbs | None = None,
     ) -> None:
         """`may_serve` is called before each action; once false, this server stops (election.py).
-        `durable` executes verbs that must outlive this directory; this server closes it."""
+        `durable` carries out verbs whose effect outlives this directory. The server closes it."""
         self.directory = directory
         self._may_serve = may_serve
         self._durable = durable
@@ -150,8 +150,8 @@ class DirectoryServer:
         ]
 
     def turn(self, ready: Sequence[int] = ()) -> None:
-        """Answer waiting requests, advance the clock, publish changes. `ready`: readable
-        descriptors, of direct sockets and of `durable`."""
+        """Answer waiting requests, advance the clock, publish changes. `ready`: the ready
+        descriptors of Unix sockets and of `durable`."""
         if self._direct is not None and ready:
             self._direct.serve(list(ready))
         for _ in range(REQUESTS_PER_TURN_MAX):
@@ -186,7 +186,7 @@ class DirectoryServer:
         self._requests.send_multipart([sender, *reply])
 
     def answer(self, frames: list[bytes]) -> list[bytes] | Later:
-        """The reply to a request: its result or its error; Later: not available yet."""
+        """The frames of the reply, with a result or an error; Later: the reply follows."""
         if not self._may_serve():
             moved = StoreUnavailable("this directory does not lead any more: find the leader")
             return self._responder.refusal(frames, moved)
@@ -211,7 +211,7 @@ class DirectoryServer:
         events = self.directory.events_since(self._published)
         first_sequence, self._published = self._published + 1, latest
         if events is None:
-            return  # more events than the log keeps: the next heartbeat reveals the gap
+            return  # more events than the log keeps; subscribers detect the gap at a heartbeat
         log_members(events)
         messages = protocol.to_messages(events)
         self._send_event(
@@ -246,7 +246,7 @@ class DirectoryServer:
 
 
 def log_members(events: list[Event]) -> None:
-    """Log each node or worker that registered or left; blocks and reports are too frequent."""
+    """Log each node or worker that registered or left. Other events are too frequent to log."""
     for event in events:
         if isinstance(event, NodeUp):
             node = event.info
@@ -262,7 +262,7 @@ def log_members(events: list[Event]) -> None:
 
 
 def refuse_second_server(address: str) -> None:
-    """Raise AddressTaken for a used ipc:// address; ZeroMQ would silently take the address over."""
+    """Raise AddressTaken if a process listens at this ipc:// address: bind would take it over."""
     path = address.removeprefix("ipc://")
     if path == address or not os.path.exists(path):
         return

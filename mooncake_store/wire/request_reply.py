@@ -187,8 +187,7 @@ class ZeroMqConnection:
         has_moved: Callable[[], bool] | None = None,
         who: str = "",
     ) -> None:
-        """`has_moved`: whether another server was elected; called while no reply arrives. `who`:
-        the name of the server in errors."""
+        """`has_moved`: whether another server was elected; called while no reply arrives."""
         self._context, self._has_moved = context, has_moved
         self._address, self._access = address, PeerAccess(address, who)
         self._socket = self._connected()

@@ -327,8 +327,7 @@ class Directory:
         self._copies.used(split_keys(keys))
 
     def drop_copy(self, key: bytes, node_id: str, generation: int, now_s: float) -> bool:
-        """Remove a copy that a reader found missing or corrupt. False: this node has no copy of the
-        block with this generation."""
+        """Remove a missing or corrupt copy. False: the node has no copy with this generation."""
         self._copies.advance(now_s)
         holder = self._nodes.get(node_id)
         copy = self._copies.blocks.on(key, holder) if holder else None
