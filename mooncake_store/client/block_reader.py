@@ -2,11 +2,12 @@
 
 The blocks of one call are grouped by node. Each group is cut into parts (_part_bytes). A part is
 verified while it is still in the CPU's cache, which makes the checksum nearly free. Mapped memory
-is copied and hashed in one pass. Short parts are also faster over TCP. One corrupt block never
-fails other blocks; a failed node fails only its own blocks.
+is copied and hashed in one pass. One corrupt block never fails other blocks; a failed node fails
+only its own blocks.
 
-A slot's header names the block in it, the use of the slot (its generation), and the number of
-layers. The layer digests are in the segment's digest region.
+A *slot* is the memory of one block in a node's segment. Its header has the block key, the
+generation (a number of this use of the slot), and the number of layers. The digests (checksums of
+the layers) are in a region of their own in the segment.
 
 Not here: how bytes move (transport.py), which nodes there are (known_nodes.py), leases (the
 directory), what a header is (slot_memory.py), what a checksum covers (digests.py).
@@ -32,10 +33,10 @@ from mooncake_store.transports.movers import Movers, copied_parts, parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, side_by_side
 
 log = logging.getLogger("mooncake_store.store")
-BATCH_BYTES = 4 * 1024**2  # default upper limit of a part from this host
-OTHER_HOST_LONGER = 2  # factor on the part size for nodes of other hosts
+BATCH_BYTES = 4 * 1024**2  # default of the largest part, for nodes of this host
+OTHER_HOST_LONGER = 2  # factor on the largest part, for nodes of other hosts
 HEADERS_DEADLINE_S = 0.5  # timeout of each header transfer, in seconds
-ATTEMPTS_MAX = 2  # per node; the second one only if the node has a new incarnation
+ATTEMPTS_MAX = 2  # per node; the second only if the node has restarted (new incarnation)
 
 
 class Want(NamedTuple):
@@ -44,7 +45,7 @@ class Want(NamedTuple):
     copy: Copy
     start_bytes: int  # offset inside the block
     target: LocalSpan
-    checksums: tuple[int, ...]  # of equal consecutive pieces; empty: the span is not verified
+    checksums: tuple[int, ...]  # expected, of equal consecutive pieces; empty: do not verify
     # > 0: the span is the whole block, and its one checksum covers this many layer digests
     layers: int = 0
     # if given and layers > 0: receives the computed packed digests, also if they do not match
@@ -74,8 +75,8 @@ class Want(NamedTuple):
         return not self.checksums or self.is_promised(layer_digests(read, self.parts or 1))
 
     def is_promised(self, packed: bytes) -> bool:
-        """True if the packed digests match the checksums. Stores the digests in `digests` if
-        layers > 0."""
+        """True if the packed digests match the checksums, or if there are no checksums. With
+        layers > 0, stores the digests in `digests` if given."""
         if not self.layers:
             if len(self.checksums) == 1:
                 return int.from_bytes(packed, "big") == self.checksums[0]
@@ -102,8 +103,8 @@ class BlockReader:
         movers: Movers | None = None,
         headers: HeaderReader | None = None,
     ) -> None:
-        """`headers` is used to check Want.key, and to verify a failed block again with the layer
-        count from its header. None: no Want may have a key, and blocks are verified once."""
+        """`headers` serves to check Want.key, and to verify a block again (_look_again). None: no
+        Want may have a key, and blocks are verified once."""
         self._nodes = nodes
         self._headers = headers
         self._movers = movers or Movers(1)
@@ -111,11 +112,11 @@ class BlockReader:
         self._on_bad_copy = on_bad_copy
 
     def read(self, wants: Sequence[Want], deadline_s: float, is_current: bool = True) -> list[bool]:
-        """True for each want whose bytes arrived and match its checksums, if it has any. Its slot
-        must also still hold Want.key, if that is given. Raises only errors of the directory.
-        After a timeout a target may still be written (KnownNodes.pending_targets). `is_current`:
-        the directory listed these copies a moment ago, so a copy that fails verification is
-        reported as bad."""
+        """True for each want whose bytes arrived and match its checksums, if it has any. If
+        Want.key is set, its slot must also hold that block after the read. Raises only errors of
+        the directory. After a timeout a target may still be written (KnownNodes.pending_targets).
+        `is_current`: the directory listed these copies a moment ago, so a copy that fails
+        verification is reported as bad."""
         until_s = time.monotonic() + deadline_s
         call = _ReadCall(dict(enumerate(wants)), until_s, is_current)
         for node_id, indices in by_node([want.copy for want in wants]).items():
@@ -145,7 +146,7 @@ class BlockReader:
             self._read_part(node, part, call)
 
         try:
-            # copying and verifying are one pass, so there is one part
+            # mapped memory is copied and verified in one pass, so it is not cut into parts
             if isinstance(node.transport, MappedTransport):
                 read_part(indices)
             else:
@@ -163,17 +164,16 @@ class BlockReader:
         return False
 
     def _part_bytes(self, node: NodeAccess, total_bytes: int) -> int:
-        """Bytes per part: total / threads, so that each mover gets a part, but at most
+        """Bytes per part: total / threads, so that each thread gets a part, but at most
         `batch_bytes` (twice that for another host). Parts from another host are larger: the wait
-        between two parts costs more than cached hashing saves."""
+        between two parts costs more than hashing in the CPU's cache saves."""
         longer = 1 if self._nodes.is_same_host(node.info) else OTHER_HOST_LONGER
         return min(longer * self._batch_bytes, -(-total_bytes // self._movers.threads))
 
     def _read_part(self, node: NodeAccess, part: Sequence[int], call: _ReadCall) -> None:
         """Read and verify these blocks. TransferFailed: the node could not be read."""
         left_s = call.until_s - time.monotonic()
-        # no time left: skip this part; unlike a failed or late transfer, that does not mark the
-        # node bad
+        # No time is left for this part. That is not the node's fault, so it is not marked bad.
         if left_s <= 0:
             log.warning(
                 "node_id=%s deadline passed, %d blocks missed", node.info.node_id, len(part)
@@ -196,8 +196,7 @@ class BlockReader:
                 self._on_bad_copy(call.missing[index].copy)
 
     def _read_remote(self, node: NodeAccess, wants: Sequence[Want], left_s: float) -> list[bool]:
-        """Read the blocks into their targets. Returns the result of `_slots_unchanged` after the
-        read."""
+        """Read the blocks into their targets. Returns `_slots_unchanged` after the read."""
         sources = [
             ByteSpan(
                 node.shape.slot_offset_bytes(want.copy.slot) + want.start_bytes, want.length_bytes
@@ -225,8 +224,9 @@ class BlockReader:
     def _look_again(
         self, headers: HeaderReader, wants: Sequence[Want], whole: list[bool]
     ) -> set[int]:
-        """Verify failed blocks again with the number of layers in their headers. Returns the
-        positions whose header was unreadable or invalid: those copies are not proven bad."""
+        """Verify whole blocks that failed once more, with the number of layers in their headers: a
+        checksum may cover layer digests. Updates `whole`. Returns the positions whose header was
+        unreadable or invalid: those copies are not proven bad."""
         unsure = [
             at
             for at, want in enumerate(wants)
@@ -243,8 +243,7 @@ class BlockReader:
 def _copied(
     transport: MappedTransport, node: NodeAccess, wants: Sequence[Want], left_s: float, threads: int
 ) -> list[bool]:
-    """Copy from a mapped segment and hash in the same pass. Returns True for each verified block,
-    and for each block without checksums."""
+    """Copy from a mapped segment and hash in the same pass. True: verified, or no checksums."""
     started_s = time.monotonic()
     whole, moved_bytes, offset_of = [], 0, node.shape.slot_offset_bytes
     with transport.owned(node.info) as view:
@@ -284,8 +283,8 @@ class HeaderReader:
         return self.read_all([copy])[0]
 
     def read_all(self, copies: Sequence[Copy], must_come: bool = False) -> list[SlotHeader | None]:
-        """As `read` for several. `must_come`: raise a transfer's TransferFailed. A node without
-        access still gives None."""
+        """As `read`, for several copies. `must_come`: a failed transfer raises TransferFailed. A
+        copy on a node that cannot be accessed still gives None."""
 
         def first(shape: Geometry, index: int) -> ByteSpan:
             return ByteSpan(shape.header_offset_bytes(copies[index].slot), HEADER_BYTES)
@@ -309,9 +308,8 @@ class HeaderReader:
         ]
 
     def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
-        """True per slot if it is ready with this generation and key, and no later header lies
-        inside it (slot_memory.py)."""
-
+        """True per slot if it still holds this block (see _is_that_use). False also if its headers
+        cannot be read."""
         found = self._read_raw(copies, lambda shape, index: _heads(shape, copies[index]))
         return [
             raw is not None and _is_that_use(raw, key, copy)
@@ -327,8 +325,8 @@ class HeaderReader:
         copies: Sequence[Copy],
         left_s: float,
     ) -> list[bool]:
-        """Read these spans of one node and afterwards check the slots as `still` does. One transfer
-        if the transport keeps the order and the headers fit a scratch buffer; else several."""
+        """Read these spans of one node, then check the slots as `still` does. All in one transfer
+        if the transport keeps the order of spans and the headers fit a scratch buffer."""
         heads = [_heads(node.shape, copy) for copy in copies]
         total_bytes = sum(span.length_bytes for span in heads)
         if total_bytes > SCRATCH_BYTES or not node.transport.keeps_order(node.info):
@@ -391,7 +389,7 @@ def _heads(shape: Geometry, copy: Copy) -> ByteSpan:
 
 
 def _is_that_use(raw: bytes, key: bytes, copy: Copy) -> bool:
-    """True if these headers show that the slot holds the block, complete. See slot_memory.py."""
+    """True if these headers of a slot show that it holds the complete block (slot_memory.py)."""
     is_ready = raw.startswith(ready_prefix(copy.generation, key))
     # the headers of the other units must be zero: a nonzero one belongs to a later block
     return is_ready and raw.count(0, HEADER_BYTES) == len(raw) - HEADER_BYTES

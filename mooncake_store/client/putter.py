@@ -1,23 +1,24 @@
 """Writes blocks from local memory to one node: reserve slots, write bytes, commit.
 
-Order of the bytes: the slot's header says "writing" before the first byte of the payload changes,
-and "ready" after the last. So a reader without checksums, and a restarted directory, can determine
-which block a slot holds. On the node's host the payload is copied into the mapped segment, and the
-copy computes the checksum. From other hosts the payload goes through the transport of the node.
+Order of the bytes: a slot's header gets the state "writing" (the slot is *marked*) before its
+payload changes, and "ready" afterwards. So a reader without checksums, and a restarted directory,
+can determine which block a slot holds. A segment that is mapped here gets the payload by a copy
+that also computes the checksum. Other segments get it through the node's transport.
 
-Slots: a client that puts often has reserved and marked slots in advance (reserved_slots.py). Such a
-put marks the raw slots of the next put, writes payload and header, and sends one message. Any other
-put requests its slots, marks them, and confirms that no other directory leads (may_write).
+Slots: a client that puts often has reserved and marked slots in advance (reserved_slots.py). Its
+put marks slots for a later put, writes payloads and headers, and sends one message. Any other put
+requests slots, marks them, checks that their grant is still valid (may_write), writes and commits.
 
-Payload and "ready" header are one transfer only if the transport keeps the order of spans. NIXL
-guarantees no order, and a restarted directory trusts that header (docs/decisions/0031).
+Payloads and "ready" headers are one transfer only if the transport keeps the order of its spans.
+NIXL guarantees no order, and a header must not arrive before its payload: a restarted directory
+trusts the header (docs/decisions/0031).
 
-Failures: after a failed transfer nothing is in flight, and slots from `allocate` are free at once.
-After a timeout bytes may still arrive, so the slots are quarantined, as are all slots of a failed
-reserve. If one of several network paths is stuck, or the marks time out (WriteGivenUp), the blocks
-are then written again into other slots.
+Failures: after TransferFailed nothing is in flight, and slots from `allocate` are free at once.
+After TransferTimeout bytes may still arrive, so the slots are quarantined (not granted for a time).
+A failed put quarantines all slots of its reserve. After WriteGivenUp (one of several network paths
+is stuck, or the marks timed out) the blocks are written again, into other slots.
 
-Not here: the caller's arguments and which node (client.py), who may write where (the directory).
+Not here: checking arguments and choosing the node (client.py), granting slots (the directory).
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ from mooncake_store.transports.movers import Movers, copied_parts, parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s, side_by_side
 
 log = logging.getLogger("mooncake_store.client")
-PART_BYTES = 4 * 1024**2  # per transfer, hashed directly before
-UNVERIFIED_PART_BYTES = 64 * 2**20  # the same without hashing
-SHARE_BYTES_MIN = 1024**2  # bytes per mover; smaller shares are not worth another thread
+PART_BYTES = 4 * 1024**2  # payload of one transfer, hashed directly before it
+UNVERIFIED_PART_BYTES = 64 * 2**20  # payload of one transfer if blocks are not hashed
+SHARE_BYTES_MIN = 1024**2  # payload per thread; a smaller share is not worth another thread
 MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # bounds of the timeout of one transfer of marks
 _NO_KEY = bytes(KEY_BYTES)  # in the header of a slot that is reserved for a block not known yet
-ATTEMPTS_MAX = 3  # writes of one block; each except the last was given up (WriteGivenUp)
-ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # first and longest wait for another writer
+ATTEMPTS_MAX = 3  # attempts to write a block; only WriteGivenUp leads to another one
+ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # first and longest pause while another writes
 
 
 class Write(NamedTuple):
@@ -102,7 +103,7 @@ class Putter:
         self._is_verified = is_verified
         self._tenant = tenant
         self._numbers = itertools.count(1)
-        self._attached: dict[str, str] = {}  # node_id -> the incarnation that was attached
+        self._attached: dict[str, str] = {}  # node_id -> incarnation that grants slots after attach
         self._reserved = ReservedSlots(directory, tenant, name, self._mark)
 
     def close(self) -> None:
@@ -117,8 +118,8 @@ class Putter:
         deadline_s: float,
     ) -> list[bool]:
         """True: the block is complete in the store. False: no room, no time left, or not written.
-        All `sources` have one size. If another client is writing a block, the put waits for it, and
-        writes the block if that client abandons it. After a StoreError any may be stored."""
+        All `sources` have one size. If another client is writing a block, the put waits, and writes
+        the block itself if that client fails. After a StoreError some blocks may be stored."""
         until_s = time.monotonic() + deadline_s
         done = self._put_reserved(node_id, keys, sources, deadline_s)
         left = [at for at, is_there in enumerate(done) if is_there is None]
@@ -133,7 +134,8 @@ class Putter:
     def _put_reserved(
         self, node_id: str, keys: Sequence[bytes], sources: Sequence[ByteArray], deadline_s: float
     ) -> list[bool | None]:
-        """True: the block is stored. False: the write failed. None: it needs `allocate`."""
+        """Put into reserved slots. True: stored. False: the write failed. None: not attempted, or
+        no reserved slot could be used; the put must call `allocate`."""
         info = self._nodes.find(node_id)
         if info is None or self._attached.get(node_id) != info.incarnation:
             return [None] * len(keys)
@@ -167,9 +169,9 @@ class Putter:
         return [None if verdict == REFUSED else True for verdict in verdicts]
 
     def _mark_taken(self, info: NodeInfo, size_bytes: int, taken: Taken) -> None:
-        """Mark the raw slots of the next put before anything else is written. `markable` is
-        evaluated directly before the transfer, and the transfer times out at `mark_until_s`. A
-        later mark could overwrite a finished block of another client."""
+        """Mark slots for a later put, before this put writes. A mark after `mark_until_s` could
+        overwrite a finished block of another client. So `markable` is called directly before the
+        transfer of the marks, which times out then."""
         if not (uses := taken.markable()):
             return
         try:
@@ -181,7 +183,7 @@ class Putter:
     def _mark(
         self, info: NodeInfo, size_bytes: int, uses: Sequence[Use], lease_s: float, until_s: float
     ) -> None:
-        """Write "writing" into the headers of these slots, by `until_s` of CLOCK_BOOTTIME."""
+        """Mark these slots. Times out at `until_s` (CLOCK_BOOTTIME), after MARK_S_MIN at least."""
         headers = _writing(uses, size_bytes, lease_s)
         left_s = max(MARK_S_MIN, until_s - boot_s())
         self._mark_headers(self._access(info), headers, time.monotonic() + left_s)
@@ -221,7 +223,7 @@ class Putter:
             except StoreError as error:
                 if not has_waited:
                     raise
-                # the node left during the wait
+                # the node left during the wait; blocks that are done stay done
                 log.warning("put on node_id=%s: %s", node_id, error)
                 break
             for at, outcome in zip(left, outcomes, strict=True):
@@ -250,7 +252,7 @@ class Putter:
                 self._reserved.asked(info, sources[0].nbytes, len(keys))
                 self._fill_asked(info, given, keys, sources, owner, deadline_s, done)
         finally:
-            # blocks that were in the store already are leased to `owner` now
+            # end the leases on blocks that were stored already
             if None in given.slots:
                 self._directory.release_later(owner)
         others = [at for at, slot in enumerate(given.slots[: given.covered]) if slot is None]
@@ -351,8 +353,8 @@ class Putter:
         written. WriteGivenUp: the marks timed out before the put did, and may still arrive."""
         node = self._access(info)
         now_s, mark_s_max = boot_s(), MARK_S_MAX
-        confirm()  # and again after the marks, which then protect the slots from a new directory
-        # No new directory starts before `begins_s`, so no mark may take longer.
+        confirm()  # called again after the marks: a later directory quarantines marked slots
+        # a new directory may grant the slots anew from `begins_s` on, so the marks must not be late
         if given.begin_s:
             is_in_time = now_s - given.asked_s <= given.begin_s
             begins_s = (given.asked_s if is_in_time else now_s) + given.begin_s
@@ -372,8 +374,9 @@ class Putter:
         confirm()
 
     def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:
-        """Write the blocks into marked slots; the checksum of each (0 if this store computes none).
-        EpochPassed, TransferFailed: no block may be committed. TransferTimeout: late bytes."""
+        """Write the blocks into marked slots. Returns the checksum of each; 0 if not computed.
+        EpochPassed, TransferFailed: no block may be committed. TransferTimeout: also, bytes may
+        still arrive."""
         node = self._access(info)
         if isinstance(node.transport, MappedTransport):
             return self._fill_mapped(node.transport, node, writes, until_s)
@@ -404,7 +407,7 @@ class Putter:
         return digests
 
     def _copied(self, view: ByteArray, shape: Geometry, part: Sequence[Write]) -> list[int]:
-        """Copy into slots of mapped memory; the checksum of each block (0 if none is computed)."""
+        """Copy into slots of mapped memory. Returns each block's checksum; 0 if not computed."""
         packed = copy_blocks(
             [(view, shape.slot_offset_bytes(write.slot)) for write in part],
             [(write.source, 0) for write in part],
@@ -450,9 +453,9 @@ class Putter:
         payloads: Sequence[LocalSpan] = (),
         slots: Sequence[ByteSpan] = (),
     ) -> None:
-        """Write payloads, if any, and then headers in the same transfer. The headers are of blocks
-        of one size and in one state. A "writing" header also clears the headers of its block's
-        other units."""
+        """Write the payloads into `slots`, then the headers, in one transfer. All headers have one
+        state and one block size. A "writing" header is followed by zeros over the headers of the
+        block's other units (slot_memory.py)."""
         info, transport, shape = node
         headers = sorted(headers)
         first = headers[0][1]
@@ -482,7 +485,7 @@ def _joined(spans: Sequence[ByteSpan]) -> list[ByteSpan]:
 
 
 def _writing(uses: Sequence[Use], size_bytes: int, lease_s: float) -> list[tuple[int, SlotHeader]]:
-    """Headers for slots that are reserved for blocks not known yet."""
+    """Headers in the state "writing", for slots reserved before their block keys are known."""
     return [
         (slot, SlotHeader.writing(generation, _NO_KEY, size_bytes, lease_s))
         for slot, generation in uses

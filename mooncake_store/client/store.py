@@ -1,17 +1,18 @@
-"""A worker's access to the KV store: the directory's verbs and the transfer of block bytes.
+"""A worker's access to the KV store: requests to the directory, and transfers of block bytes.
 
-A worker belongs to one storage node on its host, the local node, and maps that node's segment. The
-worker copies blocks into slots of this segment and commits them. Blocks of other nodes are read
-straight into the engine's registered KV pool, or fetched into the local segment and committed there
-as a further copy.
+The directory maps block keys to copies of blocks, and grants slots (memory for one block) and
+leases. A worker belongs to one storage node on its host, the local node, and maps that node's
+segment (memory in /dev/shm). The worker copies blocks into slots of this segment and commits them.
+Blocks of other nodes are read straight into the engine's registered KV pool, or fetched into the
+local segment and committed there as a further copy.
 
-Threads: every method may be called from several threads (an engine loop and its movers). Bytes move
-outside the GIL, and reads of several threads run in parallel (nixl_transport.py).
+Threads: every method may be called from several threads. Bytes move outside the GIL, and reads of
+several threads run in parallel (nixl_transport.py).
 
 Failure: a block that cannot be read in time is a miss, never an exception. A corrupt copy is
-reported to the directory. A node that fails is not tried again during a cool-down. StoreUnavailable
-is raised when the directory does not answer. `deadline_s` counts from the call. After a timeout,
-bytes may still arrive: do not give pages to a request while pending_offsets() lists them.
+reported to the directory. A node whose transfer failed is not used for two seconds
+(known_nodes.py). StoreUnavailable: the directory does not answer. `deadline_s` counts from the
+call. After a timeout, bytes may still arrive: do not reuse a page that pending_offsets() lists.
 
 When the local node dies, its memory is unmapped within a fraction of a second, because its next
 incarnation may need the memory (mapped_transport.py). Data written to its slots afterwards is lost,
@@ -72,28 +73,26 @@ from mooncake_store.transports.transport import ByteSpan, TransferCounters
 
 log = logging.getLogger("mooncake_store.store")
 RECENT_LOOKUPS_MAX = 64  # lookups remembered, to find the block key of a corrupt copy
-# allocated slots that late bytes may reach; their digests cannot be computed in place
-LATE_SLOTS_MAX = 65_536
+LATE_SLOTS_MAX = 65_536  # remembered slots to which an earlier transfer may still write
 
 
 @dataclass(slots=True)
 class _Own:
-    """The local node as attached: one incarnation, mapped until it dies."""
+    """One incarnation of the local node: its record, the layout of its slots, its mapped memory."""
 
     info: NodeInfo
     shape: Geometry
     segment: Segment
 
     def now(self) -> OwnSegment | None:
-        """The mapped segment; it stays mapped while the result is referenced. None: the node is
-        dead."""
+        """The segment, mapped as long as the result is referenced. None: the node is dead."""
         view = self.segment.view_if_open()
         return None if view is None else OwnSegment(self.info, view, self.shape)
 
 
 class Store:
-    """`transports`: the mode of KnownNodes, that is, how this process reaches the memory of nodes.
-    The local segment is mapped in every mode, and writes to it are mapped copies."""
+    """`transports`: how this process reaches the memory of nodes; a mode of known_nodes.py. In
+    every mode the local segment is mapped, and writes to it are memory copies."""
 
     def __init__(
         self,
@@ -104,8 +103,8 @@ class Store:
         transports: str = "auto",
         layers: LayerRange | None = None,
     ) -> None:
-        """`layers`: the layers that the pages of this worker hold; None means all layers.
-        NodeUnknown, TransferFailed: the local node is not registered, or has died."""
+        """`layers`: the layers in the pages of this worker; None: all. Raises NodeUnknown or
+        TransferFailed if the local node is not registered or has died. LayoutMismatch."""
         self.node_id = node_id
         self.layout = layout
         self.pages = PageLayout(layout, layers) if layers else PageLayout.whole(layout)
@@ -138,7 +137,8 @@ class Store:
         self._probe = Probe(self._nodes)
 
     def _attach(self, before: _Own | None) -> _Own:
-        """Attach and map the local node. NodeUnknown, TransferFailed, LayoutMismatch."""
+        """Attach to the local node (a condition for `allocate`) and map its segment. Raises
+        NodeUnknown, TransferFailed or LayoutMismatch."""
         self._nodes.refresh()
         info = self._nodes.find(self.node_id)
         if info is None:
@@ -166,7 +166,7 @@ class Store:
         return _Own(info, shape, segment)
 
     def _attach_again(self, before: _Own) -> None:
-        """After NodeNotAttached: the local node or the directory restarted."""
+        """Attach again, after the local node or the directory has restarted."""
         with self._attaching:
             if self._own is not before:
                 return  # another thread did it
@@ -174,7 +174,7 @@ class Store:
             log.warning("node_id=%s attached again", self.node_id)
 
     def _map_next_incarnation(self, before: _Own) -> None:
-        """Attach the local node's next incarnation. TransferFailed: it has not registered yet."""
+        """Attach to the restarted local node. TransferFailed: it has not registered yet."""
         try:
             self._attach_again(before)
         except (NodeUnknown, LayoutMismatch) as error:
@@ -187,12 +187,12 @@ class Store:
         self._nodes.register(buffer.reshape(-1))
 
     def expect_threads(self, count: int) -> None:
-        """Call once, before transfers start. `count`: threads that move bytes at the same time."""
+        """Prepare NIXL for `count` threads (1 to 4) that move bytes at once. Call it only once."""
         if self._nodes.nixl is not None:
             self._nodes.nixl.make_lanes(count)
 
     def lookup(self, keys: Sequence[bytes], owner: str, lease_s: float) -> list[tuple[Copy, ...]]:
-        """The copies of each block key, up to the first that has none; all leased to `owner`."""
+        """The copies of each key, up to the first key without a copy; all leased to `owner`."""
         found = self._directory.lookup(keys, owner, lease_s)
         if found:
             self._recent.append((keys, found))
@@ -207,11 +207,11 @@ class Store:
         size_bytes: int = 0,
         tenant: str = "",
     ) -> Allocation:
-        """Directory.allocate in the local node, and mark the granted slots' headers "writing".
-        Blocks that the node has already get no slot, but a lease. Covers nothing while the local
-        node is not registered or drains, or while blocks in use fill the quota of `tenant`.
-        `size_bytes`: the size of each block; 0 means the size of this layout. TransferFailed: the
-        node's process has died, no new one is attached yet. StoreFull: too many leases."""
+        """Allocate slots on the local node, leased to `owner`, and set their headers to "writing".
+        A block that the node stores already gets a lease and no slot. No key is covered while the
+        node is unregistered or draining, or while blocks in use fill the quota of `tenant`.
+        `ephemeral`: free the block with its last lease. `size_bytes`: of each block; 0: of this
+        layout. TransferFailed: the node has died and not restarted. StoreFull: too many leases."""
         size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
             own = self._own
@@ -229,17 +229,17 @@ class Store:
                     log.warning("node_id=%s cannot store: %s", self.node_id, error)
                     break
                 continue
-            # wait for a thread that maps the incarnation which granted these slots
+            # another thread may be attaching to the incarnation that granted these slots
             with self._attaching:
                 own = self._own
             if not own.segment.is_owner_alive():
-                # Another worker attached the node's next incarnation first, so the slots belong to
-                # that one. Or the node has died and the directory has not noticed yet.
+                # Either another worker has attached to the node's next incarnation, which granted
+                # these slots. Or the node has died and the directory still lists it.
                 self.abandon([slot for slot in given.slots if slot is not None], owner)
                 self._map_next_incarnation(own)
                 continue
-            # Check before the headers are written as well: a late writer would overwrite headers of
-            # slots that belong to another owner by now.
+            # Check before the headers are written, and again afterwards: a late writer would
+            # overwrite headers of slots that have been granted to another owner.
             is_ours = self._directory.may_write(given, owner, lease_s)
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is None or not is_ours:
@@ -261,14 +261,14 @@ class Store:
         deadline_s: float,
         layers: range | None = None,
     ) -> list[tuple[int, ...] | None]:
-        """Copy layers of the page at buffer[offsets_bytes[i]] into slots[i]; returns their digests.
+        """Copy layers of the page at buffer[offsets_bytes[i]] into slots[i]; return their digests.
 
         The slots may be of any node. Another process of the same release may have allocated them;
         its lease must still be valid. `layers`: only these layers of the page. `deadline_s` bounds
-        writes to other nodes only. None as a result: that slot has another use by now, and nothing
-        changed there. TransferFailed: the slots' node has died or cannot be reached. After
-        TransferTimeout bytes may still arrive: the caller lets the lease expire, does not abandon
-        the slot, and does not publish the digests.
+        writes to other nodes only. None: the slot is not "writing" in its generation any more, and
+        nothing was written to it. TransferFailed: the slots' node has died or cannot be reached.
+        TransferTimeout: bytes may still arrive. The caller must then let the lease expire instead
+        of abandoning the slot, and must not pass on the digests.
         """
         part = self._part(layers)
         skip_bytes = part.offset_bytes - self._part(None).offset_bytes
@@ -298,10 +298,11 @@ class Store:
         return done or [None] * len(writes)
 
     def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
-        """Commit (block key, slot, digests of all layers, from all writers) for slots of any node
-        that `owner` holds; lease_s = 0 ends their lease. False: the slot has another use by now, or
-        another directory leads. TransferFailed, TransferTimeout: as for `write`. RequestInvalid:
-        digests are missing, or see Directory.commit."""
+        """Complete written blocks: write their digests and headers, then commit them to the
+        directory. Each is (block key, slot leased to `owner`, digests of all layers). lease_s = 0
+        ends the leases. False: the slot was granted to another writer, or another directory leads.
+        TransferFailed, TransferTimeout: as for `write`. RequestInvalid: a digest is missing, or all
+        blocks of a node were committed before or never allocated."""
         done = [False] * len(blocks)
         for _, _, digests in blocks:
             if len(digests) != self.layout.layers:
@@ -318,7 +319,7 @@ class Store:
         self, node_id: str, blocks: Sequence[WrittenBlock], owner: str, lease_s: float
     ) -> list[bool]:
         epochs = {slot.epoch for _, slot, _ in blocks}
-        # grants of the earlier epoch are void, and with them the request's prefix
+        # The grants of the earlier epoch (directory) are void, so the prefix has a hole.
         if len(epochs) > 1:
             return [False] * len(blocks)
         if node_id == self.node_id:
@@ -340,8 +341,8 @@ class Store:
         return done
 
     def _check_alive(self, own: _Own) -> None:
-        """TransferFailed if the local node has died. Memory of a dead node stays writable while it
-        is mapped, and the directory lists its blocks for a while, but those blocks are lost."""
+        """Raise TransferFailed if the local node has died. Its memory stays writable while mapped,
+        and the directory still lists its blocks for some seconds, but they are lost."""
         if not own.segment.is_owner_alive():
             raise TransferFailed(f"storage node {self.node_id} has died; its blocks are lost")
 
@@ -350,11 +351,11 @@ class Store:
         self._directory.abandon(slots, owner)
 
     def renew(self, owner: str, lease_s: float) -> bool:
-        """Extend all leases of `owner`; they never get shorter. False: it has none (any more)."""
+        """Extend all leases of `owner`, never shorten them. False: `owner` has no leases."""
         return self._directory.renew(owner, lease_s)
 
     def release(self, owner: str) -> None:
-        """End all leases of `owner`, if any. Slots not committed are quarantined."""
+        """End all leases of `owner`. Uncommitted slots are not granted again for a while."""
         self._directory.release(owner)
 
     def read(
@@ -371,8 +372,8 @@ class Store:
         `layers` restricts the read to these consecutive layers, each at its offset in the page;
         None: all layers of the page. `checksums`: the digests of these layers, block by block.
         Without `checksums`, a read of a part of the block's layers first reads the digests stored
-        beside the block. Those digests are valid only if the block's checksum is over them. After a
-        miss the content of the page is undefined, and pending_offsets() may list the page.
+        beside the block, which the block's checksum verifies. After a miss the content of the page
+        is undefined, and pending_offsets() may list the page.
         """
         part = self._part(layers)
         skip_bytes = part.offset_bytes - self._part(None).offset_bytes
@@ -396,14 +397,14 @@ class Store:
 
     @property
     def own_segment(self) -> NodeInfo | None:
-        """The local node if it lives and is read as mapped memory, else None."""
+        """The local node; None if it died, or if this transport mode does not read it mapped."""
         own = self._own
         is_mapped = isinstance(self._nodes.transport(own.info), MappedTransport)
         return own.info if is_mapped and own.segment.is_owner_alive() else None
 
     def verify_in_place(self, copies: Sequence[Copy], deadline_s: float) -> PlacedBlocks:
-        """Verify local blocks in place, for readers that hold a lease on them. None for a block
-        that is corrupt, remote or not verified in time. NOTHING_PLACED without `own_segment`."""
+        """Verify local blocks in the segment, without a copy. The reader must lease them. None: the
+        block is corrupt, remote or not verified in time. NOTHING_PLACED without `own_segment`."""
         started_s = time.monotonic()
         node = self._nodes.access_to(info) if (info := self.own_segment) else None
         if node is None or not isinstance(node.transport, MappedTransport):
@@ -424,21 +425,23 @@ class Store:
         )
 
     def is_in_place(self, incarnation: str, block: PlacedBlock) -> bool:
-        """True unless a writer has begun to refill the block's slot. True for a dead node."""
+        """False if a writer has begun to refill the block's slot. True once the node has died:
+        slots of its memory are not granted again."""
         own = self._own
         view = own.segment.view_if_open()
         return own.info.incarnation != incarnation or view is None or is_still(view, block)
 
     def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks:
-        """Where another process of this host may fill local slots that `allocate` just granted.
-        None for a slot that late bytes may reach: a digest of such memory proves nothing."""
+        """Where another process of this host may fill local slots that `allocate` granted. None: an
+        earlier transfer may still write to the slot, so a digest of its memory proves nothing."""
         own, late = self._own, set(self._late)
         blocks = begun_blocks(own.shape, slots, self.layout.block_bytes)
         safe = [at if slot not in late else None for slot, at in zip(slots, blocks, strict=True)]
         return PlacedBlocks(own.info.incarnation, safe)
 
     def digest(self, slots: Sequence[Slot]) -> list[tuple[int, ...] | None]:
-        """As `write`, for local slots that another process has filled in place, with all layers."""
+        """The digests, as from `write`, of local slots that another process has filled completely
+        in place."""
         own = self._own
         here, layout = own.now(), self.layout
         done = here and digests_in_place(here, slots, layout.block_bytes, layout.layers)
@@ -457,7 +460,7 @@ class Store:
     def _digests(
         self, copies: Sequence[Copy], layers: range | None, checksums: Sequence[int] | None
     ) -> list[tuple[int, ...] | None]:
-        """Digests of these layers of each block: `checksums`, or those stored beside the block."""
+        """Digests of these layers of each block: from `checksums`, else from beside the block."""
         wanted = self.pages.layers.indices if layers is None else layers
         if checksums is not None:
             count = len(wanted)
@@ -470,7 +473,7 @@ class Store:
                 found.append(unpack_digests(packed)[wanted.start : wanted.stop])
             else:
                 found.append(None)
-                # None: the digests could not be read in time, which proves nothing
+                # b"": the block's checksum contradicts its digests. None: they were not read
                 if packed is not None:
                     self._report_bad_copy(copy)
         return found
@@ -486,7 +489,8 @@ class Store:
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
     ) -> list[Copy | None]:
-        """The copy of each block to read or fetch: see KnownNodes.choose. None: unreadable now."""
+        """The copy of each block to read: on the first node of `first` that has it, else the
+        cheapest. None: no copy can be read now."""
         return self._nodes.choose(found, first)
 
     def fetch(
@@ -498,7 +502,8 @@ class Store:
         deadline_s: float,
     ) -> Fetched:
         """Copy blocks of other nodes or SSDs into the local segment and commit them there.
-        `copies[i]` may be local already. Leases the prefix to `owner`. Errors as `allocate`."""
+        `copies[i]` may be local already. Then leases the prefix of `keys` that has copies to
+        `owner`. Errors as `allocate`."""
         terms = LeaseTerms(owner, lease_s, time.monotonic() + deadline_s)
         bytes_from = self._fetcher.fetch(lambda: self._own.now(), keys, copies, terms)
         found = self._directory.lookup(keys, owner, lease_s)
@@ -507,7 +512,7 @@ class Store:
 
     def pending_offsets(self, buffer: ByteArray | None = None) -> list[ByteSpan]:
         """Spans of this registered buffer (default: the first) that timed-out reads may still
-        write. Call it about every 10 ms while it lists any span, and keep those pages unused."""
+        write. The call polls these reads: repeat it about every 10 ms until no span is listed."""
         if buffer is None and not self._buffers:
             return []
         return self._nodes.pending_in(self._buffers[0] if buffer is None else buffer)
@@ -520,7 +525,7 @@ class Store:
             self._directory.drop_copy(key, copy.node_id, copy.generation)
 
     def _key_of(self, copy: Copy) -> bytes | None:
-        """The block key: from a recent lookup of this worker, else from the header of the slot."""
+        """The block key, from a recent lookup of this worker or the slot's header, if known."""
         for keys, found in reversed(tuple(self._recent)):
             for key, copies in zip(keys, found, strict=False):
                 if copy in copies:
@@ -560,13 +565,14 @@ class Store:
         return frozen_agents()
 
     def close(self) -> None:
-        """Unmap and disconnect. Keeps leases and the directory's client. May be called again."""
+        """Unmap the segments and disconnect from the nodes. Leases and the directory's client are
+        not affected. A second call has no effect."""
         self._restorer.close()
         self._nodes.close()
 
 
 def _refuse_other_host(info: NodeInfo) -> None:
-    """Reject a node of another host: a file of the same name here would be other memory."""
+    """NodeUnknown if the node is on another host: its file name means other memory here."""
     try:
         here = host_id(info.segment_path)
     except OSError:

@@ -172,8 +172,8 @@ def with_huge_tables() -> None:
     """Restart this process with huge pages for large tables, unless GLIBC_TUNABLES is set.
 
     glibc reads its tunables only at the start of a process. At ten million keys the index is a 700
-    MB table that is read at random. With huge pages, `exist` of 1,000 keys takes 2.3 times as long
-    there as with 100,000 keys in the index; without them, 2.5 times (python -m bench.directory).
+    MB table that is read at random. `exist` of 1,000 keys then takes 2.3 times as long as with
+    100,000 keys in the index; without huge pages, 2.5 times (python -m bench.directory).
     """
     if "GLIBC_TUNABLES" in os.environ:
         return

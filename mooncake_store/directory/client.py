@@ -162,7 +162,7 @@ class DirectoryClient:
 
     def used(self, keys: bytes) -> None:
         """Record reads of these blocks (keys of 16 bytes each, joined) without a lookup. Does not
-        wait for an answer. If the message is lost, the directory evicts the blocks earlier."""
+        wait for an answer. If the message is lost, the blocks may be evicted earlier."""
         self._requester.send(protocol.Used(keys), self.timeout_s)
 
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float = 0.0) -> list[bool]:

@@ -68,7 +68,7 @@ MISSING = KeyValue(b"", 0)
 
 class EtcdClient:
     """Client of one etcd cluster, without etcd's user authentication. Thread-safe. A call may be
-    sent to several endpoints, so a failed call may have been executed. So may a write that found
+    sent to several endpoints. So it may have been executed even if it failed, or if a write found
     its keys changed. Each call takes at most about `timeout_s` per endpoint."""
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float = 1.0) -> None:

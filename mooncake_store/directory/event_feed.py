@@ -198,7 +198,7 @@ class EventFeed:
 
     def _listen(self, stream: zmq.Socket[bytes]) -> None:
         """Connect, and wait up to GREETING_S_MAX for the heartbeat that follows a subscription.
-        Without a heartbeat (the directory is down, for instance), return all the same."""
+        Without a heartbeat (the directory is down, for instance), only time is lost."""
         notice_silence(stream, self.events_address)
         self._access.connect(stream)
         until_s = time.monotonic() + GREETING_S_MAX

@@ -46,8 +46,8 @@ class NumberedHolder:
     number: int  # from 0, the lowest that was free
     bit: int  # 1 << number
     blocks: int = 0  # number of keys whose bitmap has the bit
-    # A bitmap before and after the last change for this holder; -1: none. The next key of the same
-    # prompt has the same object before, so it gets the same object after. So keys share bitmaps.
+    # A bitmap before and after the last change for this holder; -1: none. If the next key has the
+    # same object before its change, it gets the same object after it. So keys share bitmaps.
     before_add: int = -1
     after_add: int = -1
     before_remove: int = -1
@@ -264,7 +264,7 @@ class PrefixIndex:
         assert blocks_max > 0
         self.blocks_max = blocks_max
         self._holders = HolderNumbers()
-        # The last element of this array is 0, so index -1 (a holder without blocks) reads 0.
+        # The last element of its result is 0, so index -1 (a holder without blocks) reads 0.
         self.blocks_by_number = self._holders.blocks_by_number
         self.number, self.name = self._holders.number, self._holders.name
         self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # contents before `clear`
@@ -292,7 +292,7 @@ class PrefixIndex:
     # Changes
 
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
-        """Add these blocks of a holder, fastest in the order of a prompt. Known keys may recur."""
+        """Add these blocks of a holder; known blocks are allowed. Fastest in a prompt's order."""
         owner = self._holders.holders.get(holder) or self._holders.new(holder)
         bitmaps, get, bit = self._bitmaps, self._get, owner.bit
         before, after = owner.before_add, owner.after_add

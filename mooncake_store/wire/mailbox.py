@@ -35,7 +35,7 @@ from mooncake_store.wire.addresses import bindable, notice_silence, with_port
 from mooncake_store.wire.idle_look import look_after
 
 log = logging.getLogger(__name__)
-MESSAGES_MAX = 10_000  # queued per peer
+MESSAGES_MAX = 10_000  # messages in one queue of ZeroMQ
 READ_AT_ONCE_MAX = 256  # messages per call of on_messages
 OUTBOX_SOCKETS_MAX = 256  # beyond this, the socket that was opened first is closed
 OUTBOX_IDLE_S = 10.0  # longer than until the directory reports a silent process as lost

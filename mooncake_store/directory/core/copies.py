@@ -49,7 +49,7 @@ from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, No
 # granted fewer than 10**9 per second. If the clock was set back, `outgrow` moves the counter above
 # the generations in the inventories of the nodes.
 
-# From a corrupt copy's last lease until its slot is free: a read may outlive its lease shortly.
+# From the last lease of a corrupt copy until its slot is free: a read may end after its lease.
 BAD_QUARANTINE_S = 2.0
 LOOK_AGAIN_S = 1e-4  # pause after a failed slab search, per idle block; visiting one takes 1e-6 s
 _made = tuple.__new__  # creates a NamedTuple in half the time of its constructor
@@ -239,7 +239,7 @@ class CopyTable:
         return made
 
     def show(self, copies: Sequence[HeldCopy]) -> None:
-        """Index ready copies, announce those that are not ephemeral, and pin those with a pin."""
+        """Index ready copies, announce those that are not ephemeral, and apply the keys' pins."""
         known, events = self.blocks.held.setdefault, []
         for copy in copies:
             if known(copy.key, copy) is not copy:

@@ -8,11 +8,11 @@ start of the directory has an *epoch*.
 
 Faults are made harmless instead of being prevented:
 1. Vanished writer: its lease has expired, or was released without a commit. A transfer may still be
-   in flight, so the slot is quarantined. `abandon` confirms that none is; the slot is free at once.
+   in flight, so the slot is quarantined. A writer without transfers calls `abandon` instead, which
+   frees the slot.
 2. Late commit: its generation is not current any more. The commit is rejected and changes nothing.
 3. Late or failed read: the reader finds another generation or checksum, counts a miss, and calls
-   `drop_copy`. If that copy is still listed, it is removed from the index. Its slot is freed soon
-   after its last lease.
+   `drop_copy`. A copy that is still listed is removed, and its slot is freed after its leases.
 4. Restarted storage node: the copies of its earlier incarnation (process) are removed. The new
    incarnation reports the blocks that are left (those on its SSD) as its inventory.
 5. Restarted directory: it starts empty and adopts the inventories of the nodes (`adopt`). It
@@ -95,7 +95,7 @@ class Directory:
 
     def node_report(self, node_id: str, incarnation: str, now_s: float, epoch: int = 0) -> bool:
         """Record that the node is alive. False: the node is not registered (any more). EpochPassed:
-        it registered with an earlier directory, of `epoch`. In both cases it must register."""
+        the node registered with the directory of `epoch`. In both cases it must register again."""
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
         return self._nodes.alive(node_id, incarnation, now_s)
@@ -312,7 +312,7 @@ class Directory:
             table.leases.refuse_too_many(owner, len(pairs))
             table.leases.hold(owner, pairs, table.leases.deadline_s(now_s, lease_s))
             return answer
-        table.touch_all(reversed(hits))  # the end of the chain is colder, so it comes first
+        table.touch_all(reversed(hits))  # the end of a prompt is colder, so it comes first
         return answer
 
     def exist(self, keys: bytes, now_s: float) -> bytes:

@@ -5,7 +5,7 @@ keys. A record must fit into one etcd transaction of 1.5 MB and 128 operations; 
 MB. Records are numbered. If two records name a key, the later one counts. The quota of a tenant is
 one key in etcd, which is overwritten.
 
-The log grows with every change, and with the removal of pins too. It is rewritten when it has too
+The log grows with every change, also with the removal of a pin. It is rewritten when it has too
 many records, or more than SLACK_ENTRIES keys beyond twice the pinned keys. A rewrite appends
 records of all current pins, and its last change deletes all earlier records. Old and new records
 agree, so a rewrite may be interrupted at any point. A million hard pins take 31 records and 16 MB,

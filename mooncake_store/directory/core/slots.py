@@ -63,7 +63,7 @@ class FreeRuns:
         self.runs: list[tuple[int, int]] = [(0, units)] if units else []  # (start, length)
 
     def carve(self, least: int, wished: int) -> tuple[int, int] | None:
-        """Take `wished` units, or else the most units of a run that are a multiple of `least`:
+        """Take a run of `wished` units, or else the longest run that is a multiple of `least`:
         (start, length). None: no run has `least` units."""
         fitting = (i for i, (_, length) in enumerate(self.runs) if length >= wished)
         index = next(fitting, None)
@@ -111,7 +111,7 @@ class SlotPool:
         self._slabs: dict[int, Slab] = {}  # start -> slab
         self._open: dict[int, list[Slab]] = {}  # units per slot -> slabs with room
         self._quarantine: list[tuple[float, int]] = []  # heap of (until_s, slot)
-        self._late_until_s: dict[int, float] = {}  # unit -> end of its LATE_S, in order of time
+        self._late_until_s: dict[int, float] = {}  # unit -> end of quarantine + LATE_S, ascending
 
     @property
     def free_units(self) -> int:

@@ -1,6 +1,6 @@
 """Quotas of tenants, in bytes over all holders, and their current usage.
 
-Only the usage of tenants with a quota is counted. A block that exceeds its tenant's quota evicts
+Only the usage of tenants with a quota is counted. A new block beyond its tenant's quota evicts
 the coldest blocks of this tenant, never those of another tenant. A block that two tenants compute
 counts for the tenant that wrote it (with a cache salt per tenant, no block is shared). A further
 copy of the block, fetched by a node or restored from an SSD, counts for the same tenant, unless its
@@ -18,7 +18,7 @@ from mooncake_store.directory.core.holder import HeldCopy, Pin
 from mooncake_store.errors import QuotaExceeded, RequestInvalid
 
 TENANTS_MAX = 10_000  # tenants with a quota
-LOOKED_AT_MAX = 1_024  # copies of a tenant examined per call of `victims`, oldest first
+LOOKED_AT_MAX = 1_024  # copies of a tenant examined per call of `victims`, coldest first
 
 
 @dataclass(slots=True, eq=False)

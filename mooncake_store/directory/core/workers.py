@@ -40,7 +40,7 @@ class WorkerTable:
 
     @property
     def infos(self) -> list[WorkerInfo]:
-        """In order of registration."""
+        """The registered workers, in order of registration."""
         return [worker.info for worker in self._workers.values()]
 
     @property

@@ -91,7 +91,7 @@ class Ghosts:
         return len(self._marks) + 2 * len(self._stamps) + len(self._next)
 
     def resize(self, length: int) -> None:
-        """Remember `length` names, or fewer (NAMES_MAX). A table that grows loses its names."""
+        """Remember at least `length` names, up to NAMES_MAX. A table that grows starts empty."""
         length = min(max(length, NAMES_MIN), NAMES_MAX)
         if length <= self._length:
             return

@@ -14,7 +14,7 @@ one-sided transfer (NIXL) reads it without another request to the directory.
 
 The directory adds or touches the blocks of a prompt from its end to its start. So of the blocks
 used together, the last one of the prompt is the coldest, without a stored position. Evicting block
-3 makes blocks 4, 5, ... unreachable, and evicting them leaves block 3 usable.
+3 makes blocks 4, 5, ... unreachable; evicting the last block costs only this block.
 """
 
 from __future__ import annotations
