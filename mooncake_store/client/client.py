@@ -6,13 +6,13 @@
         store.get([key])                    # [numpy array or None]
 
 Block keys have 16 bytes (block_keys.py makes them from tokens; `key_of` from a name). Each call
-takes many blocks. Bytes move directly between the caller's memory and the node's: by default mapped
-for the client's own node, by NIXL or TCP for others (known_nodes.py).
+takes many blocks. Bytes move directly between the caller's memory and the storage node's. By
+default the client's own node is mapped, and others are reached by NIXL or TCP (known_nodes.py).
 
 A block that cannot be read before the deadline is a miss (False, None). An invalid request or
 deployment raises a typed error (errors.py). With checksums (the default) a read of a whole block is
-verified, if the block was stored with a checksum. After any other read the header of the slot is
-checked. That detects a slot with a new owner, but not a flipped bit.
+verified, if the block was stored with a checksum. After any other read, the header beside the
+block's memory (its slot) is checked. That check detects another block there, but no flipped bit.
 
 Not here: a worker's KV with its layers (store.py), nodes and their failures (known_nodes.py).
 """
@@ -50,8 +50,8 @@ from mooncake_store.transports.transport import ByteSpan
 
 log = logging.getLogger("mooncake_store.client")
 T = TypeVar("T")
-DEADLINE_S = 10.0
-DEADLINE_S_MAX = 3_500.0  # plus LEASE_MARGIN_S below 3,600 s, the longest lease
+DEADLINE_S = 10.0  # default of each call
+DEADLINE_S_MAX = 3_500.0  # with LEASE_MARGIN_S less than 3,600 s, the longest lease
 # Without checksums the CPU's cache does not matter, and fewer, longer batches are faster.
 UNVERIFIED_BATCH_BYTES = 64 * 2**20
 SHM = "/dev/shm/"  # default folder of the segments of this host's nodes
@@ -75,12 +75,12 @@ def _arrays_for(found: Sequence[tuple[Copy, ...]]) -> list[ByteArray | None]:
 
 
 class StoreClient:
-    """Thread-safe. `node_id`: the client's own node, one of this host ("": chosen among them).
+    """Thread-safe. `node_id`: the client's own node, on this host; "": the first by name, if any.
 
     `is_verified`: False stores blocks without a checksum, and reads check only the slot's header.
     Such a read does not detect bytes of an abandoned transfer that arrived late. `transports`: a
-    mode of known_nodes.py. `tenant`: the tenant that stored blocks count for. `threads`: threads
-    that move the bytes of one call (the caller's included), and threads that serve futures.
+    mode of known_nodes.py. `tenant`: its quota counts the stored blocks. `threads`: threads that
+    move the bytes of one call (the caller's included), and as many that serve futures.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class StoreClient:
         self._registrations.drop(as_bytes(buffer))
 
     def pending(self) -> list[tuple[ByteArray, ByteSpan]]:
-        """Local memory, and the span in it, that a timed-out get may still write. Do not reuse it
-        while it is listed."""
+        """Local memory, with the span in it, that a timed-out get may still write. Do not reuse
+        this memory while it is listed."""
         return self.nodes.pending_targets()
 
     def put(
@@ -149,11 +149,11 @@ class StoreClient:
         node_id: str = "",
         deadline_s: float = DEADLINE_S,
     ) -> list[bool]:
-        """Store these blocks on `node_id`; "": on the client's own node, or if it has none on one
-        that the directory chooses. False: no room, a failed transfer, or not written before the
-        deadline. True also if that node has the block already: a block key names its content, so
-        that copy stays. QuotaExceeded or StoreFull: no block could be stored. NodeUnknown;
-        LayoutMismatch: no such block fits into the node."""
+        """Store these blocks on `node_id`; "": on the client's own node, if it has one, else on a
+        node that the directory chooses. False: no room, a failed transfer, or not written before
+        the deadline. True also if that node has the block already: equal keys mean equal content,
+        so the old copy stays. QuotaExceeded or StoreFull: no block could be stored. NodeUnknown.
+        LayoutMismatch: the node's memory is smaller than one block."""
         deadline_s = self._check_deadline(deadline_s)
         sources = [as_bytes(buffer) for buffer in buffers]
         self._check_keys(keys, len(sources))
@@ -265,8 +265,8 @@ class StoreClient:
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """True for block keys with a copy on any node. Takes no lease and does not count as a use.
-        Evictions and removals by other clients may show up to four seconds late (index_reader.py).
-        A block that the directory lists is never reported as missing."""
+        Evictions and other clients' removals are seen after 3.5 s at most (index_reader.py). A
+        block that the directory lists is never reported as missing."""
         return self._index.exist(keys)
 
     def stat(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
@@ -290,11 +290,11 @@ class StoreClient:
         deadline_s: float = DEADLINE_S,
         source: str = "",
     ) -> list[bool]:
-        """Copy these blocks to the nodes `add`, then remove them from the nodes `drop`; both: a
-        move. `source`: the node to read from if it has the block; "" means any node. False: the
-        block has no copy, or is not on every node of `add`, so no copy was removed. Also False: a
-        copy on `drop` is leased and stays, or all copies are on `drop`, and none was removed.
-        NodeUnknown; RequestInvalid: a node of `add` cannot pull blocks."""
+        """Copy these blocks to the nodes `add`, then remove them from the nodes `drop`. `source`:
+        the node to read from if it has the block; "": any node. False in three cases. The block is
+        not on every node of `add`, or on no node: no copy was removed. All its copies are on
+        `drop`: none was removed. A copy on `drop` is leased: this copy stays. Raises NodeUnknown;
+        RequestInvalid if a node of `add` cannot pull blocks."""
         self._check_keys(keys, len(keys))
         deadline_s = self._check_deadline(deadline_s)
         return self.replicas.change(keys, add, drop, self._owner(), deadline_s, source)
@@ -316,7 +316,7 @@ class StoreClient:
             raise StoreUnavailable(f"this client of the store takes no calls: {error}") from error
 
     def _check_deadline(self, deadline_s: float) -> float:
-        """RequestInvalid unless positive; at most DEADLINE_S_MAX."""
+        """The deadline, at most DEADLINE_S_MAX. RequestInvalid: not a number above 0."""
         if not isinstance(deadline_s, int | float) or not deadline_s > 0:
             raise RequestInvalid(f"deadline_s is {deadline_s!r}; give seconds, more than 0")
         return min(float(deadline_s), DEADLINE_S_MAX)

@@ -2,11 +2,10 @@
 
 Blocks that are only on an SSD are first restored into DRAM by the node that owns the SSD. If that
 is the local node, the restored block needs no further copy. Slots whose block did not arrive
-complete are abandoned. Exception: a slot that a late transfer may still write keeps its lease until
-it expires, and is then quarantined.
+complete are freed at once. Exception: a slot that a late transfer may still write stays leased.
+When its lease expires, the slot is quarantined (not granted again for some time).
 
-Not here: which blocks, from which copy (the callers: a worker's store.py, the node's control
-verbs).
+Not here: the choice of blocks and copies (store.py, the node's control verbs).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class OwnSegment(SlotMemory):
         self, key: bytes, slot: Slot, size_bytes: int, lease_s: float, is_ephemeral: bool = False
     ) -> bool:
         """Write the "writing" header before the payload changes, so that no reader trusts the old
-        one. False: a newer use of the slot has begun. Nothing was written."""
+        header. False: the slot has been granted to another writer since; nothing was written."""
         if self.is_newer(slot.slot, slot.generation):
             return False
         header = SlotHeader.writing(slot.generation, key, size_bytes, lease_s, is_ephemeral)
@@ -47,8 +46,8 @@ class OwnSegment(SlotMemory):
         return True
 
     def finish_begun(self, key: bytes, slot: Slot, digests: Sequence[int], size_bytes: int) -> bool:
-        """As `finish`. False: the slot's header no longer says "writing" for this block; nothing
-        changed."""
+        """As `finish`, for a block with layers. False: the slot's header is not "writing" with this
+        block and generation any more; nothing changed."""
         begun = self.header(slot.slot)
         if begun is None or (begun.state, begun.generation, begun.key) != (
             STATE_WRITING,
@@ -63,8 +62,8 @@ class OwnSegment(SlotMemory):
     def finish(
         self, key: bytes, slot: Slot, digest: int, size_bytes: int, digests: bytes = b""
     ) -> None:
-        """Write the "ready" header. `digests`: the packed layer digests; b"" for blocks without
-        layers."""
+        """Write the digests and the "ready" header. `digest`: checksum of the block. `digests`: the
+        packed layer digests; b"" for a block without layers."""
         begun = self.header(slot.slot)
         is_ephemeral = begun is not None and begun.key == key and begun.is_ephemeral
         layers = len(digests) // DIGEST_BYTES
@@ -85,9 +84,7 @@ class Fetcher:
     # (keys, owner, lease_s, size_bytes) -> slots of the local node
     _allocate: Callable[[Sequence[bytes], str, float, int], Allocation]
     _pending_in: Callable[[ByteArray], list[ByteSpan]]  # spans that late transfers may write
-    # Layers of every block that is pulled here. 0: unknown; the reader then reads the number from
-    # slot headers where it needs it.
-    _layers: int = 0
+    _layers: int = 0  # of every block; 0: unknown, so the reader takes it from slot headers
 
     def fetch(
         self,
@@ -96,9 +93,9 @@ class Fetcher:
         copies: Sequence[Copy],
         terms: LeaseTerms,
     ) -> dict[str, int]:
-        """The number of bytes received from each node. `own` returns the local segment, or None
-        while the local node is down; then nothing is copied into it. `copies` may be local already.
-        The caller looks up afterwards which blocks are local now."""
+        """Make local copies of these blocks. Returns the bytes received from each node, not which
+        blocks arrived: a lookup shows that. `own` returns the local segment; None: the local node
+        is down, so nothing is copied. `copies` may be local already."""
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:
@@ -139,9 +136,8 @@ class Fetcher:
             if copy.checksum:
                 wants.append(Want(copy, 0, (own.view, span), (copy.checksum,), self._layers, []))
             else:
-                # A block that was stored without a checksum gets one here. Its lease may have
-                # expired during the transfer, so the reader checks the source slot's header
-                # afterwards.
+                # A block that was stored without a checksum gets one here. The lease on the source
+                # slot may have expired during the read, so the reader then checks that header.
                 wants.append(Want(copy, 0, (own.view, span), (), key=key))
         arrived = self._reader.read(wants, terms.until_s - time.monotonic())
         rows, bytes_from = [], Counter[str]()
@@ -156,7 +152,7 @@ class Fetcher:
             self._directory.commit(
                 own.info.node_id, rows, terms.owner, terms.lease_s, epoch=wanted[0][1].epoch
             )
-        # A late transfer may still write some of the slots that were not filled: they stay leased.
+        # slots that a late transfer may still write stay leased
         late = {span.offset_bytes for span in self._pending_in(own.view)}
         lost = [
             slot

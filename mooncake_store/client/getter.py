@@ -34,9 +34,8 @@ class Getter:
     _is_verified: bool
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
-        """The copies of each block, without a lease. Every read is verified, so a block that
-        disappears during the read is a miss. A lease would cost more than the copy of a small
-        block."""
+        """The copies of each block, without a lease, which would take longer than a small read.
+        Every read is verified, so a block that disappears during the read is a miss."""
         return self._directory.lookup(keys, "", 0.0, prefix_only=False)
 
     def get_known(self, request: GetRequest, found: Sequence[tuple[Copy, ...]]) -> None:
@@ -79,7 +78,7 @@ class Getter:
 
     def _try_all(self, request: GetRequest, found: Sequence[tuple[Copy, ...]], owner: str) -> None:
         left = list(found)
-        while request.left_s > 0:  # each round tries another copy of what is missing
+        while request.left_s > 0:  # each round tries another copy of each missing block
             best = self._nodes.choose(left)
             chosen = {index: copy for index, copy in enumerate(best) if copy is not None}
             if not chosen:

@@ -1,16 +1,16 @@
 """Blocks used in place in a mapped segment: verified first, and checked again after the read.
 
-A normal read copies a block and verifies the copy. A reader that copies from the slot itself, later
-(a GPU's copy engine, for example), receives two things instead: the result of a verification in
-place, and the block's headers. A writer changes the headers before it refills the slot. A lease
-protects the slot and so the headers. If the headers are unchanged after the read, the bytes read
-are the bytes that were verified.
+A normal read copies a block and verifies the copy. Some readers copy from the block's slot
+themselves and later, for example by a GPU's copy engine. Such a reader receives the result of a
+verification in place, and the headers of the slot (one per unit of its memory). A writer changes
+the headers before it refills the slot, and a lease keeps writers away. If the headers are unchanged
+after the read, the bytes read are the bytes that were verified.
 
 Slots that were allocated here can be filled in place too. Their digests are then computed in place,
 but only for slots that no earlier transfer can still write (Store.slots_in_place).
 
-Limit: a late byte of an abandoned transfer changes no header. It is not detected if it arrives
-between the verification of a block and the read in place.
+Limit: a late byte of an abandoned transfer changes no header. Such a byte is not detected if it
+arrives between the verification of a block and the read in place.
 
 Not here: leases (the directory), how a header is made (slot_memory.py).
 """
@@ -29,12 +29,12 @@ from mooncake_store.records.blocks import Copy, Slot
 
 
 class PlacedBlock(NamedTuple):
-    """A block's position: offsets in the segment, in bytes."""
+    """A block's position in the segment."""
 
     offset_bytes: int
     headers_offset_bytes: int
-    headers_bytes: int  # of its own header and those of its further units, which are zeros
-    first: bytes  # first bytes of its own header
+    headers_bytes: int  # size of the headers of its units; all but the first must be zeros
+    first: bytes  # expected first bytes of the first header
 
 
 class PlacedBlocks(NamedTuple):
@@ -78,14 +78,14 @@ def _block(shape: Geometry, slot: int, size_bytes: int, first: bytes) -> PlacedB
 def begun_blocks(
     shape: Geometry, slots: Sequence[Slot], size_bytes: int
 ) -> list[PlacedBlock | None]:
-    """Slots that are being written under these generations, for other processes to fill."""
+    """The positions of slots whose headers are "writing", for other processes to fill."""
     return [_block(shape, slot.slot, size_bytes, begun_prefix(slot.generation)) for slot in slots]
 
 
 def digests_in_place(
     memory: SlotMemory, slots: Sequence[Slot], size_bytes: int, layers: int
 ) -> list[tuple[int, ...] | None]:
-    """Layer digests of slots that others have filled; None: the slot is no longer being written."""
+    """Layer digests of slots that others have filled; None: its header is not "writing" now."""
     found: list[tuple[int, ...] | None] = []
     for slot in slots:
         packed = b""

@@ -1,12 +1,14 @@
 """Finds blocks in this host's replica of the index: in microseconds, without a lease.
 
-The replica lags by the time an event takes. It is at most four seconds out of date: it is not used
-once its writer stops stamping it, or has received nothing from a directory for that time. So a hit
-is a hint: the read block is verified by its checksum or header. A miss goes to the directory. Block
-keys that this client removed, or had a bad copy of, go to the directory for longer than a replica
-can lag. So a client never finds a block after removing it.
+The replica is a table in shared memory. A storage node of this host updates it from the directory's
+events and stamps it ten times a second, unless the directory has been silent for 2.5 s. A table
+whose stamp is older than 1 s is not used. So the replica is at most 3.5 s out of date.
 
-The directory orders evictions by use. Reads that bypassed the directory are reported to it
+A hit is a hint: the block is verified by its checksum or header after the read. A miss goes to the
+directory. After this client removed a block or found a bad copy of it, its lookups of that block go
+to the directory for REMOVED_S. So a client never finds a block that it has removed.
+
+The directory chooses evictions by past uses. So reads without the directory are reported to it
 afterwards, at most ten times a second, without waiting for a reply.
 
 Not here: the table (memory/index_table.py), its writer (node/index_writer.py), reading blocks
@@ -32,10 +34,10 @@ from mooncake_store.wire.directory_protocol import KEYS_MAX
 
 log = logging.getLogger("mooncake_store.client")
 LOOK_AGAIN_S = 0.5  # until the next search for a table, after none was current
-REMOVED_S = 5.0  # longer than a table in use can lag
+REMOVED_S = 5.0  # longer than a table in use can lag (3.5 s)
 REMOVED_MAX = 65_536  # remembered block keys
 REPORT_S = 0.1  # between two reports of uses
-IDLE_ROUNDS_MAX = 20  # after as many idle rounds the reporting thread sleeps until the next use
+IDLE_ROUNDS_MAX = 20  # after this many rounds without a use, the reporting thread waits for one
 
 
 class IndexReader:
@@ -49,7 +51,7 @@ class IndexReader:
         self._lock = threading.Lock()
         # Block key -> time.monotonic() until which only the directory is asked; oldest first.
         self._removed: dict[bytes, float] = {}
-        self._used: list[bytes] = []  # joined block keys of one read each, not reported yet
+        self._used: list[bytes] = []  # per read that is not reported yet: its joined block keys
         self._used_bytes = 0
         self._is_sleeping, self._is_closed = True, False
         self._wake = threading.Event()
@@ -135,7 +137,7 @@ class IndexReader:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Note blocks that were read without the directory, in the order of their prefix chain."""
-        joined = b"".join(reversed(keys))  # the end of a chain is colder, so it is reported first
+        joined = b"".join(reversed(keys))  # report the end of a prefix first: it is evicted first
         with self._lock:
             self._used.append(joined)
             self._used_bytes += len(joined)

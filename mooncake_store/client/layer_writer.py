@@ -7,8 +7,8 @@ state writes nothing. A writer returns the digests of the layers that it wrote. 
 digests of all layers completes the block: it writes digests, checksum and header, and then commits
 the block to the directory (store.py).
 
-A writer's layers that are late, lost or corrupt never enter a verified block. Without their digests
-the block is not completed; with them, wrong bytes do not match.
+Late, lost or corrupt layers never pass verification. If their digests are missing, the block is not
+completed. If their digests are known, wrong bytes do not match them.
 
 Not here: which writer has which layers (the pipeline), leases (the directory).
 """
@@ -48,7 +48,7 @@ WrittenBlock = tuple[bytes, Slot, Sequence[int]]  # block key, slot, digests of 
 
 
 class LayerWrite(NamedTuple):
-    """Consecutive layers of one block, with their target."""
+    """Consecutive layers of one block, and where they are written."""
 
     slot: Slot
     start_bytes: int  # offset of the first layer in the block

@@ -1,8 +1,8 @@
 """Adds, drops and moves copies of blocks; drains a node onto others.
 
-A node that should get a copy pulls it itself, one-sided, from a node that has one (the control verb
-`fetch`). No byte passes through the requester. Copies are dropped after the copying, and the last
-copy is never dropped.
+A node that should get a copy pulls the block from a node that has one (control verb `fetch`). No
+byte passes through the requester. Copies are dropped only after the copying, and the last copy of a
+block is never dropped.
 
 Not here: pulling (fetcher.py), which node should get a copy (directory/core/nodes.py).
 """
@@ -40,8 +40,8 @@ class Replicas:
         deadline_s: float,
         source: str = "",
     ) -> list[bool]:
-        """True: the block is on every node of `add` and on none of `drop`. False: no node has it, a
-        node of `add` lacks it, or its last or a leased copy is on `drop`."""
+        """True: the block is on every node of `add` and on none of `drop`. False: no node has the
+        block, a node of `add` lacks it, or `drop` has its last copy or a leased one."""
         until_s = time.monotonic() + deadline_s
         infos = {info.node_id: info for info in self._directory.nodes()}
         for node_id in (*add, *drop):
@@ -116,9 +116,9 @@ class Replicas:
         on_progress: Callable[[int, int], None],
         deadline_s: float = 600.0,
     ) -> int:
-        """Stop new blocks on the node, and copy blocks that only it has. Returns how many are left,
-        at most DRAIN_BLOCKS; with 0 the node can be stopped without loss. Before each batch, calls
-        on_progress(blocks moved so far, blocks in the batch)."""
+        """Let the directory place no new blocks on the node, and copy the blocks that no other node
+        has. Returns how many of them are left, at most DRAIN_BLOCKS; after 0 the node can be
+        stopped without loss. Before each batch, calls on_progress(blocks moved, blocks in it)."""
         until_s = time.monotonic() + deadline_s
         self._directory.drain(node_id, True)
         infos = {info.node_id: info for info in self._directory.nodes()}

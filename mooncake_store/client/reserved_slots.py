@@ -1,23 +1,23 @@
-"""Slots that this client has reserved in advance: a put is then its bytes and one message.
+"""Slots that a client has reserved in advance, so that a put needs no request before it writes.
 
-A reserve holds slots of one size on one node. This client makes one owner name for all of them; its
-lease is renewed while puts arrive. A slot passes three states:
+A *reserve* holds slots of one size on one node, all leased to one owner name. The lease is renewed
+while puts arrive. A slot has three states, one after the other:
 
-    raw       granted; its header does not show that yet
-    marked    its header says "writing": readers do not take it for the earlier block, and a
-              directory that starts from now on quarantines it (inventory.py)
+    raw       granted by the directory; its header does not show that yet
+    marked    its header is "writing": readers no longer find the earlier block there, and a
+              directory that starts later does not grant the slot (quarantine, inventory.py)
     ready     marked, and the directory that granted it has answered after the mark. So no other
               directory started before the mark, and the slot may be written without a request.
 
-A put first marks the raw slots, and its commit confirms the marks. The reply refills
-the reserve to twice the largest put so far, as far as the directory allows. A thread fills the
-reserve at first, marks raw slots that no put marks in time, and releases slots that are no longer
-used. Concurrent commits of several threads are sent as one message.
+A put first marks the raw slots, then writes its blocks into ready slots and commits them. The
+commit confirms the marks. Its reply grants new raw slots, up to twice the largest put so far. A
+thread fills a new reserve, marks raw slots that no put marks in time, and releases unused slots.
+Concurrent commits of several threads are sent as one message.
 
-The commit of a block that the node has already is detected only after the block was written. So for
-ASK_FIRST_S after such a commit, `take` returns None and every put calls `allocate` first.
+Only its commit shows that the node had a block already, when the block has been written in vain. So
+for ASK_FIRST_S after such a commit, `take` returns None and every put calls `allocate` first.
 
-Not here: bytes (putter.py), how much may be reserved (directory/core/reservations.py).
+Not here: writing (putter.py), how much may be reserved (directory/core/reservations.py).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger("mooncake_store.client")
 LEASE_S = 60.0  # of all slots of a reserve; each commit renews the lease
-BLOCKS_MAX = 64  # of a put; for a larger put the request for its slots costs relatively little
-SIZE_BYTES_MAX = 64 * 2**20  # of a block
+BLOCKS_MAX = 64  # larger puts reserve nothing: a request for slots costs them relatively little
+SIZE_BYTES_MAX = 64 * 2**20  # larger blocks reserve nothing
 IDLE_S = 3.0  # a reserve is released after so long without a put
 STEP_S = 0.25  # the longest time that a raw slot waits for the thread
-# A raw slot older than this is released, not marked. A directory that started since may have
-# granted the slot to another owner. Within RAW_S_MAX no new directory has granted a slot: it grants
-# a node's slots only after the node has reported its blocks, and that takes longer.
+# A raw slot older than this is released, not marked: a new directory may have granted it to another
+# owner. Younger slots are safe. A new directory grants a node's slots only after the node has
+# reported its blocks, and that takes longer than RAW_S_MAX.
 RAW_S_MAX = 0.5
 ASK_FIRST_S = 5.0  # puts call `allocate` for so long after a put of a block that was stored already
 SIZES_SEEN_MAX = 64  # remembered (node, block size) pairs
@@ -62,17 +62,18 @@ class _Commit:
 
 @dataclass(slots=True, eq=False)
 class Reserve:
-    """The lock of ReservedSlots guards all fields but `turn`, held by the thread that commits."""
+    """ReservedSlots._lock guards all fields but `turn`. The thread that commits holds `turn`."""
 
     info: NodeInfo  # the node of all slots
     size_bytes: int  # of each slot
     owner: str
     epoch: int = 0  # of the directory; 0: nothing has been granted yet
-    begin_s: float = 0.0  # s after a request in which no new directory starts; 0: no election
+    begin_s: float = 0.0  # s after a request without a new directory; 0: no elections
     until_s: float = 0.0  # end of the lease by CLOCK_BOOTTIME, counted from the time of the request
     used_s: float = 0.0  # time of the last put, by CLOCK_BOOTTIME
     wished: int = 0  # slots to hold, in all three states together
-    raw: list[tuple[Use, float]] = field(default_factory=list)  # with the time of the request
+    # with the time of the request for each, by CLOCK_BOOTTIME
+    raw: list[tuple[Use, float]] = field(default_factory=list)
     marking: int = 0  # raw slots that some thread is marking now
     marked: list[Use] = field(default_factory=list)
     ready: list[Use] = field(default_factory=list)
@@ -85,7 +86,7 @@ class Reserve:
 
     @property
     def missing(self) -> int:
-        """Slots to request from the directory."""
+        """Number of slots to request from the directory."""
         return max(0, self.wished - len(self.uses()) - self.marking)
 
     def uses(self) -> list[Use]:
@@ -100,8 +101,8 @@ class Taken(NamedTuple):
     mark_until_s: float  # by CLOCK_BOOTTIME; later marks could hit another owner's slot
 
     def markable(self) -> list[Use]:
-        """The raw slots that may still be marked. Call it directly before the marks are written.
-        The process may have been suspended since `take`."""
+        """The raw slots that may still be marked. Call it directly before the marks are written,
+        because the process may have been suspended since `take`."""
         if boot_s() > self.mark_until_s:
             self.late[:], self.raw[:] = [*self.late, *self.raw], []
         return self.raw
@@ -122,7 +123,7 @@ class ReservedSlots:
         self._names = (f"{name}/ahead{number}" for number in itertools.count())
         self._lock = threading.Lock()
         self._reserves: dict[tuple[str, int], Reserve] = {}
-        # time of the last put of such blocks, by CLOCK_BOOTTIME
+        # (node_id, block size) -> CLOCK_BOOTTIME of the last put that used `allocate`
         self._seen: dict[tuple[str, int], float] = {}
         self._ask_first_s = float("-inf")
         self._wake = threading.Event()
@@ -130,7 +131,7 @@ class ReservedSlots:
         self._is_closed = False
 
     def take(self, info: NodeInfo, size_bytes: int, count: int, deadline_s: float) -> Taken | None:
-        """Slots for a put of `count` blocks, leased beyond its deadline. None: call `allocate`."""
+        """Slots for a put of `count` blocks, leased beyond `deadline_s`. None: call `allocate`."""
         with self._lock:
             reserve = self._reserves.get((info.node_id, size_bytes))
             now_s = boot_s()
@@ -163,8 +164,8 @@ class ReservedSlots:
 
     def commit(self, taken: Taken, rows: Sequence[Row]) -> Sequence[int]:
         """Commit the blocks written to `taken`, and confirm its marks. The verdict on each block is
-        STORED, THERE or REFUSED (records/blocks.py). After a StoreError no block counts, and the
-        caller calls `failed`."""
+        STORED, THERE or REFUSED (reservations.py). After a StoreError no block counts as stored,
+        and the caller must call `failed`."""
         reserve, own = taken.reserve, _Commit(rows)
         with self._lock:
             reserve.marked += taken.raw
@@ -180,12 +181,12 @@ class ReservedSlots:
         return verdicts
 
     def unmarked(self, taken: Taken) -> None:
-        """Marks of `taken` may arrive late. The reserve is dropped, and its slots are quarantined
+        """Drop the reserve, because marks of `taken` may arrive late. Its slots are quarantined
         after the last put into them."""
         self._drop(taken.reserve)
 
     def failed(self, taken: Taken) -> None:
-        """The put will not commit `taken`: drop the whole reserve."""
+        """Drop the whole reserve, because the put will not commit `taken`."""
         self._drop(taken.reserve)
         self._ended(taken.reserve)
 
@@ -220,7 +221,7 @@ class ReservedSlots:
                 self._directory.release_later(reserve.owner)
 
     def asked(self, info: NodeInfo, size_bytes: int, count: int) -> None:
-        """A put used `allocate`. From the second within IDLE_S on, reserve slots for later puts."""
+        """Note a put that used `allocate`. If one was noted in the last IDLE_S, reserve slots."""
         if not 0 < count <= BLOCKS_MAX or size_bytes > SIZE_BYTES_MAX:
             return
         key, now_s = (info.node_id, size_bytes), boot_s()
@@ -288,7 +289,7 @@ class ReservedSlots:
         if had_any and not answer.is_held:
             self._drop(reserve)
         else:
-            # dropped during the commit, so no put will use the granted slots
+            # only if dropped during the commit: no put will use the granted slots
             self._release_dropped(reserve)
         verdicts = iter(answer.verdicts)
         for each in batch:

@@ -1,8 +1,8 @@
 """Restores blocks that only an SSD has into DRAM, group by group.
 
-This process allocates the slots in DRAM in the name of the requester. The node reads its file into
-them and verifies. This process commits them, so the next reader finds them in DRAM. While one group
-is read from the SSD, the caller processes the group before.
+This process allocates slots in the node's DRAM, leased to the request. The node reads the blocks
+from its SSD into these slots and verifies them. This process commits them, so the next reader finds
+them in DRAM. While the node reads one group, the caller processes the group before.
 
 Not here: reading the file (the node), moving what is in DRAM (block_reader.py).
 """
@@ -33,11 +33,9 @@ Group = list[tuple[int, Restore]]  # (index in `copies` of `restore`, how to res
 
 
 class LeaseTerms(NamedTuple):
-    """The owner of the leases, the time they hold, and the deadline of the transfer."""
-
-    owner: str
+    owner: str  # of the leases
     lease_s: float  # of each new lease
-    until_s: float  # by time.monotonic()
+    until_s: float  # deadline of the transfer, by time.monotonic()
 
 
 class Restorer:
@@ -80,8 +78,8 @@ class Restorer:
     def restore(
         self, keys: Sequence[bytes], copies: Sequence[Copy], terms: LeaseTerms
     ) -> Iterator[list[tuple[int, Copy]]]:
-        """Groups of (index, copy in DRAM) as they arrive; `copies` are on SSDs. Blocks that could
-        not be read are omitted. The owner leases the yielded copies."""
+        """Restore blocks whose `copies` are on SSDs. Yields groups of (index, copy in DRAM) as they
+        arrive, leased to the owner. Blocks that could not be read are omitted."""
         by_node: dict[tuple[str, int], list[int]] = {}
         for index, copy in enumerate(copies):
             by_node.setdefault((copy.node_id, copy.size_bytes), []).append(index)
@@ -167,7 +165,7 @@ class Restorer:
     def _ask(
         self, client: NodeClient, blocks: list[Restore], until_s: float, epoch: int
     ) -> list[bool] | None:
-        """Which blocks are in DRAM now; None: unknown."""
+        """True per block that is in DRAM now; None: unknown, and bytes may still arrive."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             return [False] * len(blocks)
@@ -180,7 +178,8 @@ class Restorer:
     def _await_others(
         self, node_id: str, keys: Sequence[bytes], indices: list[int], terms: LeaseTerms
     ) -> list[tuple[int, Copy]]:
-        """Blocks that need no slot: in DRAM by now, or being restored by another process."""
+        """Wait for blocks that got no slot: another process has restored or is restoring them.
+        Blocks that are not in DRAM by the deadline are omitted."""
         found: dict[int, Copy] = {}
         while len(found) < len(indices) and time.monotonic() < terms.until_s:
             missing = [index for index in indices if index not in found]

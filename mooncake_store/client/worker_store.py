@@ -27,7 +27,7 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.paths.nic_paths import NicCounters
 from mooncake_store.transports.transport import ByteSpan, TransferCounters
 
-Digests = tuple[int, ...]  # one of each layer
+Digests = tuple[int, ...]  # one per layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class WorkerStore(Protocol):
     def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks: ...
     def digest(self, slots: Sequence[Slot]) -> list[Digests | None]: ...
 
-    # Leases, numbers, the end
+    # Leases, measurements, close
 
     def renew(self, owner: str, lease_s: float) -> bool: ...
     def release(self, owner: str) -> None: ...
