@@ -3,8 +3,9 @@
 numpy arrays, torch tensors and objects with the buffer protocol are used by address. Memory that is
 not contiguous is rejected: a silent copy would be filled instead of the caller's memory.
 
-xxh3-64 hashes some 45 GB/s of bytes in the CPU's cache, and a third of that otherwise. So it is
-nearly free right after a copy of a piece that fits the cache, and costs half a copy later.
+xxh3-64 hashes some 45 GB/s of bytes in the CPU's cache, and a third of that from memory. So hashing
+is nearly free right after the copy of a piece that fits the cache. Later it takes half as long as a
+copy.
 
 Not here: registering memory with a transport (registrations.py).
 """
@@ -21,12 +22,11 @@ import xxhash
 from mooncake_store.errors import RequestInvalid
 
 ByteArray = npt.NDArray[np.uint8]
-PIECE_BYTES = 256 * 1024  # 128 and 512 KiB were not faster (bench/RESULTS.md)
+PIECE_BYTES = 256 * 1024  # copied, then hashed; 128 and 512 KiB were not faster (bench/RESULTS.md)
 
 
 def address_of(view: ByteArray) -> int:
-    """The address of contiguous memory. For writable memory this takes a third of the time of
-    `view.ctypes.data`, and a batch has sixteen views."""
+    """The address of contiguous memory; three times as fast as `view.ctypes.data` if writable."""
     if view.flags.writeable and view.nbytes:
         return ctypes.addressof(ctypes.c_char.from_buffer(view.data))
     address: int = view.__array_interface__["data"][0]
@@ -41,8 +41,8 @@ def checksum(view: ByteArray) -> int:
 def copy_and_sum(target: ByteArray, source: ByteArray, *, is_read: bool) -> int:
     """Copy `source` to `target` (1-D uint8 of equal length); returns the checksum of the bytes. One
     side is in a segment, where late bytes of an abandoned transfer may arrive at any time. The
-    other side belongs to this process and is the side that is hashed: the target of a read, the
-    source of a write. So late bytes never match the checksum."""
+    other side belongs to this process and is hashed: the target of a read, the source of a write.
+    So a copy with late bytes fails its verification."""
     hashed = target if is_read else source
     length_bytes = source.nbytes
     if length_bytes <= PIECE_BYTES:
@@ -58,7 +58,7 @@ def copy_and_sum(target: ByteArray, source: ByteArray, *, is_read: bool) -> int:
 
 def as_bytes(buffer: Any, is_target: bool = False) -> ByteArray:
     """The memory of `buffer` as a 1-D uint8 array. RequestInvalid: no such view is possible.
-    `is_target`: the caller will write to it, so it must be writable."""
+    `is_target`: the memory must be writable."""
     if isinstance(buffer, np.ndarray):
         if buffer.ndim == 1 and buffer.dtype == np.uint8 and buffer.flags.c_contiguous:
             flat = buffer  # needs no new view

@@ -1,14 +1,13 @@
 """Checksums of KV blocks: a digest per layer, and a checksum over all digests of a block.
 
-The digest of a layer is xxh3_64 of its bytes. So each layer is written and verified independently
-of its writer. The checksum of the block is xxh3_64 over its digests in the order of the layers,
-each as 8 bytes, big-endian. The digests are stored beside the block's header (slot_memory.py), and
-the block's checksum verifies them. A block with 0 layers (bytes of some client) has no digests, and
-its checksum is xxh3_64 of its bytes.
+The digest of a layer is xxh3_64 of its bytes. So each layer can be written and verified on its own,
+also by different workers. The checksum of the block is xxh3_64 over its digests in the order of the
+layers, each as 8 bytes, big-endian. The digests are stored in the segment (slot_memory.py), and the
+block's checksum verifies them. A block with 0 layers (a client's bytes instead of KV) has no
+digests, and its checksum is xxh3_64 of its bytes.
 
-A copy is hashed while it is made. `copy_blocks` does both in one pass of native.c. Without
-native.c, and for parts too short for it, each piece is copied and then hashed while it is in the
-CPU's cache (buffers.py).
+`copy_blocks` copies and hashes bytes in one pass of native.c. Without native.c, and for parts too
+short for it, each piece is copied and then hashed while it is in the CPU's cache (buffers.py).
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from mooncake_store.memory.buffers import PIECE_BYTES, ByteArray, address_of, ch
 from mooncake_store.native import library
 
 Place = tuple[ByteArray, int]  # buffer, offset in it
-HASHED_BYTES_MIN = 241  # of a part; native.c hashes no shorter ones
-STREAMED_BYTES_MIN = 1024**2  # of a batch: more than a core's cache holds is copied past the cache
-SHARED_BYTES_MIN = 1024**2  # a smaller batch is copied before another thread has woken up
+HASHED_BYTES_MIN = 241  # shortest layer that native.c can hash
+STREAMED_BYTES_MIN = 1024**2  # batches from this size on are copied past the core's cache
+SHARED_BYTES_MIN = 1024**2  # batches from this size on are shared by threads, which wake up slowly
 
 
 def pack_digests(digests: Sequence[int]) -> bytes:
@@ -54,7 +53,7 @@ def layer_digests(view: ByteArray, layers: int) -> bytes:
 
 @functools.lru_cache(64)
 def _spans(layers: int, layer_bytes: int) -> tuple[slice, ...]:
-    """Cached, because making the slices takes as long as hashing a KiB."""
+    """The slices of the layers; cached, because making them takes as long as hashing a KiB."""
     return tuple(slice(at * layer_bytes, (at + 1) * layer_bytes) for at in range(layers))
 
 
@@ -98,10 +97,10 @@ def copy_blocks(
     *,
     is_read: bool,
 ) -> list[bytes]:
-    """Copy blocks of one size between buffers of 1-D uint8; returns each block's packed digests. A
-    block with 0 layers is hashed as one layer. Not hashed: b"". `threads`: the threads that may
-    share a large copy, including the caller's. `is_read`: the sources are in a segment, as in
-    `copy_and_sum`; native.c hashes the bytes it copies in either direction."""
+    """Copy blocks of one size between buffers of 1-D uint8. Returns the packed digests of each
+    block, or b"" if not `is_hashed`. A block with 0 layers is hashed as one layer. `threads`: most
+    threads that share a large copy, including the caller's. `is_read`: the sources are in a
+    segment (copy_and_sum); native.c needs no such choice, because it hashes what it copies."""
     parts = layers or 1
     part_bytes = block_bytes // parts
     assert part_bytes * parts == block_bytes, f"{block_bytes} bytes are not {parts} equal layers"
@@ -140,8 +139,8 @@ def _native_copy() -> library.NativeFunction | None:
 
 
 def _addresses(places: Sequence[Place], block_bytes: int) -> bytes:
-    """Addresses as C takes them. Caches the base of each buffer: most batches have one on one
-    side."""
+    """The addresses as an array of uint64, for C. Usually many places are in one buffer, so the
+    address of each buffer is found only once."""
     bases: dict[int, int] = {}
     found = []
     for buffer, start in places:

@@ -1,22 +1,22 @@
-"""A replica of the directory's index for one host: a bounded hash table in a mapped file.
+"""The index replica of a host: the directory's index as a bounded hash table in a mapped file.
 
-Its writer follows the directory's events (node/index_writer.py). Its readers need no messages and
-no locks. An entry is one copy of one block: block key, node, slot, generation, checksum, size. Like
-a slot's header it ends with a checksum of itself. So an entry that is being written, or whose write
-was interrupted, reads as "no entry" on every kind of CPU. A reader asks the directory for block
-keys that it does not find here.
+The directory lists the copies of each block. One storage node of the host writes the table from the
+directory's events (node/index_writer.py). Readers need no messages and no locks. An entry is one
+copy of one block: block key, node, slot, generation, checksum, size. An entry ends with a checksum
+of these fields, so on every kind of CPU a reader ignores an entry that is written only in part. For
+block keys without an entry, the reader asks the directory.
 
-    head      magic, buckets, epoch, sequence and `stamp`: when its writer had applied all events
-    names     of the nodes, each with a checksum; a name keeps its number
+    head      magic, buckets, epoch and sequence of the last event, time up to which all are applied
+    names     of the nodes, each with a checksum; the number of a name never changes
     buckets   of 512 bytes: 7 tags and 7 entries of 64 bytes
 
-A block key hashes to two buckets. The tags of a bucket fill one line of the CPU's cache and show
-which entries to read. If both buckets are full an entry is replaced: the directory still has it. A
-block key has at most COPIES_MAX entries; copies on nodes of this host have precedence.
+A block key hashes to two buckets. A tag is the hash of its entry's block key, with bit 0 set; 0 is
+a free entry. All tags of a bucket are in one cache line. If both buckets are full, an entry is
+replaced. A block key has at most COPIES_MAX entries. Copies on nodes of this host have precedence.
 
-The file belongs to one user (mode 0600). The writer holds an exclusive flock on it until it exits,
-so the next writer can detect when to take over. Reading is in C (native.c) where there is a
-compiler, else in numpy.
+The file belongs to one user (mode 0600). The writer holds an exclusive flock on the file until it
+exits, so another node can detect when to take over. Readers search the table in C (native.c), or
+with numpy on a host without a compiler.
 
 Not here: the handling of a stale or wrong entry (client/index_reader.py).
 """
@@ -51,18 +51,18 @@ from mooncake_store.memory.segment_file import (
 from mooncake_store.native.library import NativeFunction, quick_function
 from mooncake_store.records.blocks import Copy
 
-SWITCH = "MOONCAKE_INDEX_REPLICA"  # "off": this process neither writes nor reads a replica
+SWITCH = "MOONCAKE_INDEX_REPLICA"  # variable; "off": this process neither writes nor reads a table
 MAGIC = int.from_bytes(b"MKINDEX1", "little")  # to be changed with the format
-COPIES_MAX = 2  # entries of one block key
+COPIES_MAX = 2  # most entries of one block key
 NODES_MAX = 1_024
-BYTES_MIN, BYTES_MAX = 2**20, 2**30  # of all buckets
-WAYS = 7  # entries of a bucket; its first 64 bytes hold their tags
+BYTES_MIN, BYTES_MAX = 2**20, 2**30  # range of the size of all buckets together
+WAYS = 7  # entries of a bucket; their tags are in the first 64 bytes of the bucket
 BUCKET_BYTES = 512
-STALE_S = 1.0  # a writer stamps ten times a second; an older stamp makes the table stale
+STALE_S = 1.0  # age from which a stamp makes the table stale; the writer stamps ten times a second
 
 _WORD = 8
 _BUCKET_WORDS = BUCKET_BYTES // _WORD
-_ENTRY = struct.Struct("=16sQQQQQ")  # block key, generation, checksum, size, slot, node + 1
+_ENTRY = struct.Struct("=16sQQQQQ")  # block key, generation, checksum, size, slot, node number + 1
 _CHECK = struct.Struct("=Q")
 _ENTRY_WORDS = (_ENTRY.size + _CHECK.size) // _WORD
 _FOUND = struct.Struct("=16x6Q")
@@ -89,8 +89,7 @@ def is_wanted() -> bool:
 
 
 def table_path(segment_path: str, directory: str) -> str:
-    """The table that the storage nodes of this host, user and directory share; one of them writes
-    it."""
+    """The file of the table that all storage nodes of this host, user and directory share."""
     folder = os.path.dirname(segment_path.split(":")[0]) or "."
     if is_hugetlbfs(folder):
         folder = "/dev/shm"
@@ -103,7 +102,7 @@ def _prefix() -> str:
 
 
 def remove_dead_tables(path: str) -> None:
-    """Remove tables in the same folder whose writers were killed."""
+    """Remove this user's tables without a living writer from the folder of `path`."""
     for each in Path(path).parent.glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(each, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -116,7 +115,7 @@ def remove_dead_tables(path: str) -> None:
 
 
 def table_bytes(segment_bytes: int) -> int:
-    """The size of the buckets: less than a hundredth of the segment."""
+    """Bytes of all buckets: a power of two, at most 1/128 of the segment, at least BYTES_MIN."""
     wished = min(BYTES_MAX, max(BYTES_MIN, segment_bytes // 128))
     return 1 << (wished.bit_length() - 1)
 
@@ -135,18 +134,18 @@ def _buckets_of(hashed: int, mask: int) -> tuple[int, int]:
 
 
 class IndexTable:
-    """The writer's side, used by one thread."""
+    """The table as its writer uses it, from one thread."""
 
     def __init__(self, path: str, size_bytes: int) -> None:
-        """`size_bytes`: of all buckets, a power of two. SegmentRefused: a living process writes
-        this table, or there is no room for it."""
+        """Create the table. `size_bytes`: of all buckets, a power of two. SegmentRefused: a living
+        process writes this table, or there is no room for it."""
         buckets = size_bytes // BUCKET_BYTES
         assert buckets >= 2 and buckets & (buckets - 1) == 0, size_bytes
         self.path = path
         self._mask = buckets - 1
         self._names: dict[str, int] = {}
-        self._local: set[int] = set()  # numbers plus 1, as in entries, of the nodes of this host
-        self._turn = 0
+        self._local: set[int] = set()  # nodes of this host: their numbers plus 1, as in entries
+        self._turn = 0  # counts replacements; rotates which of the equal entries is replaced
         self.entries = 0
         _refuse_living(path)
         self._descriptor = create_locked(path)
@@ -166,7 +165,7 @@ class IndexTable:
         return (self._mask + 1) * WAYS
 
     def begin(self, epoch: int, sequence: int) -> None:
-        """Start again with an empty table, which no reader uses until `stamp`."""
+        """Empty the table. Readers do not use it until the next `stamp`."""
         self._words[_AT_STAMP_NS] = 0
         zeros = bytes(BYTES_MIN)
         for start in range(_BUCKETS_AT, len(self._memory), len(zeros)):
@@ -176,14 +175,15 @@ class IndexTable:
         self.moved(epoch, sequence)
 
     def moved(self, epoch: int, sequence: int) -> None:
+        """Record epoch and sequence number of the last applied event."""
         self._words[_AT_EPOCH], self._words[_AT_SEQUENCE] = epoch, sequence
 
     def stamp(self, boot_s: float) -> None:
-        """Note that the table contains all events of the directory up to `boot_s`."""
+        """Record that all events up to `boot_s` (boot_clock.py) are applied."""
         self._words[_AT_STAMP_NS] = int(boot_s * 1e9)
 
     def put(self, key: bytes, copy: Copy, is_local: bool) -> bool:
-        """Add or replace an entry. False: no room for it, or for the name of its node."""
+        """Add or replace the entry of this copy. False: no room for it, or for its node's name."""
         node = self._number(copy.node_id, is_local)
         if node is None:
             return False
@@ -211,8 +211,7 @@ class IndexTable:
                 self.entries -= 1
 
     def _place(self, key: bytes, hashed: int, node: int) -> tuple[int, int] | None:
-        """The position for the entry of this copy; None: only entries of higher precedence
-        there."""
+        """The (bucket, way) for the entry of this copy; None: no entry there may be replaced."""
         there = self._of(key, hashed)
         for at, other in there:
             if other == node:
@@ -233,7 +232,7 @@ class IndexTable:
         return remote[0] if remote else turned[0] if is_local else None
 
     def _of(self, key: bytes, hashed: int) -> list[tuple[tuple[int, int], int]]:
-        """The entries of this block key: (position, number of their node plus 1)."""
+        """The entries of this block key: ((bucket, way), number of the node plus 1)."""
         found, tag = [], hashed | 1
         for bucket in _buckets_of(hashed, self._mask):
             start = self._tag_at(bucket, 0)
@@ -253,7 +252,7 @@ class IndexTable:
         return self._words[_entry_at(*at) // _WORD + _ENTRY_WORDS - 2]
 
     def _number(self, node_id: str, is_local: bool) -> int | None:
-        """The number of this node plus 1; None: NODES_MAX nodes have one."""
+        """The number of this node plus 1. None: its name is too long, or NODES_MAX is reached."""
         number = self._names.get(node_id)
         if number is None:
             raw = node_id.encode()
@@ -320,10 +319,10 @@ def _entry_at(bucket: int, way: int) -> int:
 
 
 class IndexView:
-    """A reader's side, usable by any number of threads."""
+    """The table as a reader uses it. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """SegmentRefused: there is no table that can be trusted."""
+        """SegmentRefused: the table is missing, incomplete, or of another user or release."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
@@ -349,7 +348,7 @@ class IndexView:
         self._names: list[str] = []
 
     def is_current(self, boot_s: float) -> bool:
-        """True if the writer had applied all events of the directory a moment ago."""
+        """True if the stamp is younger than STALE_S. `boot_s`: the time now (boot_clock.py)."""
         return boot_s - STALE_S < self._words[_AT_STAMP_NS] / 1e9
 
     @property
@@ -358,8 +357,8 @@ class IndexView:
         return self._words[_AT_EPOCH], self._words[_AT_SEQUENCE]
 
     def exist(self, keys: bytes) -> bytes:
-        """For each of these block keys (16 bytes each, joined) one byte: 1 if it has an entry, else
-        0. 0 does not mean that the block is missing: ask the directory."""
+        """One byte for each of the joined block keys (16 bytes each): 1 if the key has an entry,
+        else 0. A block without an entry may still have copies: ask the directory."""
         count, look = len(keys) // KEY_BYTES, _native("index_exist")
         if look is None:
             return self.exist_in_python(keys)
@@ -368,13 +367,13 @@ class IndexView:
         return found.raw
 
     def exist_in_python(self, keys: bytes) -> bytes:
-        """As `index_exist` in native.c."""
+        """The Python version of `index_exist` in native.c."""
         found = np.zeros(len(keys) // KEY_BYTES, np.uint8)
         found[self._entries(keys)[0]] = 1
         return found.tobytes()
 
     def find(self, keys: bytes) -> list[tuple[Copy, ...]]:
-        """The copies of each block key that have entries here."""
+        """For each of the joined block keys, its copies that have entries."""
         count, look = len(keys) // KEY_BYTES, _native("index_find")
         if look is None:
             return self.find_in_python(keys)
@@ -402,8 +401,7 @@ class IndexView:
         )
 
     def _entries(self, keys: bytes) -> tuple[Words, Words]:
-        """The valid entries of these block keys: the index of the block key, and the entry's
-        words."""
+        """Two arrays with a row per valid entry: the index of its block key, and its words."""
         pairs = np.frombuffer(keys, np.uint64).reshape(-1, 2)
         hashed = _hashes(pairs)
         mask, shift = np.uint64(self._mask), np.uint64(32)
@@ -412,7 +410,7 @@ class IndexView:
         buckets = np.stack([first, second], axis=1)
         tags = self._buckets[buckets, 0, :WAYS]
         number, which, way = np.nonzero(tags == (hashed | np.uint64(1))[:, None, None])
-        # a copy, because the writer continues
+        # a copy, because the writer may change the table meanwhile
         entries = self._buckets[buckets[number, which], way + 1]
         is_theirs = (entries[:, :2] == pairs[number]).all(axis=1)
         raw, size = entries.tobytes(), _ENTRY_WORDS * _WORD
@@ -422,7 +420,7 @@ class IndexView:
         return number[is_whole], entries[is_whole]
 
     def _name(self, number: int) -> str:
-        """ "" for a name that is unknown or being written."""
+        """The name of a node; "" if the name is unknown or being written."""
         if number < len(self._names):
             return self._names[number]
         names: list[str] = []

@@ -5,9 +5,9 @@ is registered for one call. That is cheap over CMA and TCP, where nothing is pin
 memory is pinned, which costs more than moving a header. So small buffers for headers and digests
 are kept registered and reused.
 
-After a timeout of a call, the transfer may still be in flight. So its memory stays registered and
-alive until the process ends, and a small buffer is never reused. NIXL may still read or write that
-memory, which must not then hold headers of another call. WriteGivenUp needs none of this.
+After a timeout of a call, NIXL may still read or write the call's memory. So the memory stays
+registered and alive until the process ends, and a small buffer is never reused for another call.
+After WriteGivenUp, NIXL no longer reads the memory, and it is unregistered or reused as usual.
 
 Not here: making flat views (buffers.py).
 """
@@ -24,8 +24,8 @@ import numpy as np
 from mooncake_store.errors import TransferTimeout, WriteGivenUp
 from mooncake_store.memory.buffers import ByteArray, address_of
 
-SCRATCH_BYTES = 128 * 1024  # 2,048 headers
-SCRATCH_KEPT_MAX = 8
+SCRATCH_BYTES = 128 * 1024  # size of a small buffer: 2,048 headers
+SCRATCH_KEPT_MAX = 8  # most unused small buffers
 
 
 class MemoryUser(Protocol):
@@ -40,7 +40,7 @@ class MemoryUser(Protocol):
     def unregister(self, buffer: ByteArray) -> None: ...
 
     def pending_targets(self) -> Sequence[tuple[ByteArray, object]]:
-        """Memory, with the span in it, that a timed-out read may still write."""
+        """(memory, span in it) of each part that a timed-out read may still write."""
 
 
 class Registrations:
@@ -68,12 +68,12 @@ class Registrations:
             self._transports.unregister(known)
 
     def _covers_all(self, buffers: Sequence[ByteArray]) -> bool:
-        """True if one registered buffer contains all of these: the common case, in one
-        comparison."""
+        """True if all are views of registered buffers, or all lie in one of them. Fast, for the
+        common case; False proves nothing."""
         with self._lock:
             wholes = set(map(id, self._known.values()))
         if all(id(buffer.base) in wholes for buffer in buffers):
-            return True  # numpy's base shows it; comparing addresses takes ten times as long
+            return True  # by numpy's `base`; comparing addresses takes ten times as long
         spans = [(address_of(buffer), buffer.nbytes) for buffer in buffers]
         return self._covers(min(spans)[0], max(start + length for start, length in spans))
 
@@ -97,7 +97,7 @@ class Registrations:
         is_certain = True
         try:
             yield
-        except WriteGivenUp:  # the abandoned write reads the memory no more
+        except WriteGivenUp:  # the abandoned write no longer reads the memory
             raise
         except TransferTimeout:
             is_certain = False
@@ -122,7 +122,7 @@ class Registrations:
         address = address_of(buffer)
         with self._lock:
             users = self._users[address, buffer.nbytes] - 1
-            if users or not is_certain:  # not certain: it is never unregistered
+            if users or not is_certain:  # not certain: count a user that never ends
                 self._users[address, buffer.nbytes] = max(users, not is_certain)
                 return
             del self._users[address, buffer.nbytes]

@@ -3,16 +3,15 @@
 A segment is one file or several (`path` joins their names with ":", in order), mapped side by side
 into one address range. With several files, each can be in a filesystem or on a NUMA node of its
 own. For all users the segment is one linear memory: an offset identifies a block, and one NIXL
-registration covers it. The range is reserved first, aligned to HUGE_BYTES. Then each file is mapped
-over its part.
+registration covers the segment. The address range is reserved first, aligned to HUGE_BYTES. Then
+each file is mapped over its part.
 
-Memory is populated before use. The order matters: advice about huge pages and the NUMA policy apply
-only to pages that do not exist yet. Huge pages are requested, and used where the host allows them
-(`pages` reports the result): on a tmpfs mounted with huge=advise (mount -o remount,huge=advise
-/dev/shm), and always on a hugetlbfs.
+All pages are allocated before use. First come the advice about huge pages and the NUMA policy,
+because both apply only to pages that do not exist yet. The kernel uses huge pages on a tmpfs that
+is mounted with huge=advise (mount -o remount,huge=advise /dev/shm), and always on a hugetlbfs.
 
 Not here: lock and size of one file (segment_file.py), content of the segment (layout.py,
-slot_memory.py), who may write where (directory.py), transfers to other processes (transport.py).
+slot_memory.py), the choice of slots (directory/), transfers to other processes (transport.py).
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ from mooncake_store.memory.segment_file import (
 )
 
 SEPARATOR = ":"  # between the files of one segment
-IDENTITY_VARIABLE = "MOONCAKE_HOST_IDENTITY"
+IDENTITY_VARIABLE = "MOONCAKE_HOST_IDENTITY"  # see host_id()
 HUGE_BYTES = 2 * 2**20
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MPOL_BIND = 2
-_MBIND = {"x86_64": 237, "aarch64": 235}  # not in libc; libnuma would be another dependency
+_MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call, which libc does not wrap
 _NUMA_NODES_MAX = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -83,7 +82,7 @@ class Mapping:
         self.address = -(-start // HUGE_BYTES) * HUGE_BYTES
         self.size_bytes = size_bytes
         owner = (ctypes.c_uint8 * size_bytes).from_address(self.address)
-        # Unmapping under a live view would crash the process. So the last view unmaps.
+        # A view of unmapped memory would crash the process, so unmap after the last view is gone.
         weakref.finalize(owner, _libc.munmap, start, reserved_bytes).atexit = False
         self.view: ByteArray = np.ctypeslib.as_array(owner)
         offset = 0
@@ -92,7 +91,7 @@ class Mapping:
             offset += part.size_bytes
 
     def huge_bytes(self) -> int:
-        """Bytes of the range that are in huge pages now."""
+        """Bytes of the address range that are in huge pages now."""
         found, is_ours = 0, False
         for line in Path("/proc/self/smaps").read_text("utf-8").splitlines():
             head = line.split(None, 1)[0]
@@ -115,13 +114,13 @@ def _mmap(address: int, size_bytes: int, protection: int, flags: int, descriptor
 def _map_part(address: int, part: SegmentPart) -> None:
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     _mmap(address, part.size_bytes, protection, flags, part.descriptor)
-    # without it, or if it is refused, pages are small
+    # if the kernel rejects this advice, pages are small
     _libc.madvise(address, part.size_bytes, _MADV_HUGEPAGE)
     if part.numa_node is not None:
         _bind(address, part.size_bytes, part.numa_node)
     if _libc.madvise(address, part.size_bytes, _MADV_POPULATE_WRITE) != 0:
-        # Linux before 5.14. Or memory ran out: mmap ignores that, and posix_fallocate then reports
-        # it.
+        # Linux before 5.14 does not have this advice. If memory ran out, mmap does not report it;
+        # prove_memory() does.
         _mmap(address, part.size_bytes, protection, flags | _MAP_POPULATE, part.descriptor)
 
 
@@ -159,7 +158,7 @@ def _bind(address: int, size_bytes: int, numa_node: int) -> None:
 
 
 class Segment:
-    """A mapped segment: created by its owner (locks, unlinks) or opened by a guest (only maps)."""
+    """A mapped segment. Its owner creates, locks and unlinks the files; others only map them."""
 
     def __init__(self, path: str, parts: Sequence[SegmentPart], is_owner: bool) -> None:
         self.path = path
@@ -171,8 +170,8 @@ class Segment:
 
     @classmethod
     def create(cls, path: str, size_bytes: int, numa_nodes: Sequence[int | None] = ()) -> Segment:
-        """A new zeroed segment. Replaces stale files of that name, but never files of a living
-        owner. Several files share the size equally; `numa_nodes` gives the NUMA node of each."""
+        """A new zeroed segment. Replaces files of these names, but never those of a living owner.
+        Several files share the size equally; `numa_nodes` gives the NUMA node of each."""
         assert size_bytes > 0, f"a segment of {size_bytes} bytes"
         paths = path.split(SEPARATOR)
         assert len(numa_nodes) in (0, len(paths)), (numa_nodes, paths)
@@ -206,8 +205,8 @@ class Segment:
 
     @classmethod
     def open(cls, path: str, size_bytes: int | None = None) -> Segment:
-        """Map a segment that a living process owns. `size_bytes`: announced by its owner, or None.
-        SegmentRefused: no such file, no owner, or another size."""
+        """Map a segment that a living process owns. `size_bytes`: the size that the owner
+        announced; None: any. SegmentRefused: no such file, no owner, or another size."""
         parts: list[SegmentPart] = []
         try:
             for one in path.split(SEPARATOR):
@@ -251,16 +250,16 @@ class Segment:
         return {0: small, 100: huge}.get(percent, f"{percent} % of {huge}, else {small}")
 
     def is_owner_alive(self) -> bool:
-        """True if a living process owns the mapped file. False after `close`. About 1 us."""
+        """True if a living process owns the mapped file. False after `close`. Takes about 1 us."""
         with self._lock:
             if self.is_owner or not self._descriptors:
                 return bool(self._descriptors)
             return not try_lock(self._descriptors[0], fcntl.LOCK_SH, keep=False)
 
     def close(self) -> None:
-        """Unmap; the owner also unlinks. A second call has no effect. The kernel frees the memory
-        when the last process unmaps it. A view that is still referenced keeps this process's
-        mapping (but neither the file name nor the lock) until it is dropped."""
+        """Unmap; the owner also unlinks the files. A second call has no effect. The kernel frees
+        the memory when the last process has unmapped it. A view that is still referenced keeps the
+        memory mapped in this process, but keeps neither the file name nor the lock."""
         with self._lock:
             if not self._descriptors:
                 return
@@ -280,10 +279,10 @@ class Segment:
 
 
 def host_id(path: str) -> str:
-    """Identifies the processes that can map a segment at `path`: this boot of this host and this
-    tmpfs. Two containers of one host have the same boot but usually different /dev/shm. Hosts of
-    one deployment may share both (network namespaces, containers that share /dev/shm); an operator
-    distinguishes them by MOONCAKE_HOST_IDENTITY."""
+    """An identifier that is equal in all processes that can map a segment at `path`. It names host,
+    boot and tmpfs. Two containers of one host have the same boot but usually different /dev/shm.
+    Hosts of one deployment may share both (network namespaces, containers with one /dev/shm); an
+    operator distinguishes such hosts by MOONCAKE_HOST_IDENTITY."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     device = os.stat(os.path.dirname(path.split(SEPARATOR)[0]) or ".").st_dev
     name = os.environ.get(IDENTITY_VARIABLE) or os.uname().nodename
@@ -291,7 +290,8 @@ def host_id(path: str) -> str:
 
 
 def _share_bytes(size_bytes: int, files: int, at: int) -> int:
-    """The size of file number `at`: equal shares of whole huge pages, the remainder to the last."""
+    """The size of file number `at`: an equal share of whole huge pages, or of whole pages if the
+    files are smaller. The last file has the remainder too."""
     share_bytes = size_bytes // files // HUGE_BYTES * HUGE_BYTES
     share_bytes = share_bytes or size_bytes // files // PAGE_BYTES * PAGE_BYTES
     if share_bytes == 0:

@@ -1,12 +1,12 @@
 """One file of a segment: created, locked, allocated, checked for a living owner, unlinked.
 
 The owner holds an exclusive flock on the file until it exits. The kernel releases the lock when the
-process dies, for any reason. So a lock that can be taken means that the file has no owner. A
-starting node recognises stale files by that, and a reader detects that a mapped node is dead.
+process dies, for any reason. So a file whose lock is free has no owner. By this test, a starting
+node recognises stale files, and a reader detects that the owner of a mapped file is dead.
 
-Memory is reserved before it is used. statvfs and MemAvailable show whether there is room. Then the
-file is populated, and posix_fallocate proves that all pages exist. A sparse file would be accepted
-at once, and the first write to a full /dev/shm would kill the process with SIGBUS.
+All memory is allocated before use. First, statvfs and MemAvailable show whether there is room.
+After segment.py has touched all pages, posix_fallocate proves that they exist. A sparse file would
+be accepted at once, and the first write to a full /dev/shm would kill the process with SIGBUS.
 
 Not here: mapping the file, and segments of several files (segment.py).
 """
@@ -23,14 +23,14 @@ from pathlib import Path
 from mooncake_store.errors import StoreError
 from mooncake_store.process.available_memory import memory_available_bytes
 
+# Attempts to lock a file, because a reader's liveness check holds the lock for a time slice at most
 ATTEMPTS_MAX = 20
-# a reader's liveness check holds the lock for a microsecond, or for one time slice
-ATTEMPT_S = 0.01
+ATTEMPT_S = 0.01  # seconds between two attempts
 MEMORY_SPARE_BYTES = 256 * 1024**2  # left for other processes when a segment is created
 
 
 class SegmentRefused(StoreError):
-    """The segment cannot be created or opened; the message says what to change."""
+    """The segment cannot be created or opened; the message names the remedy."""
 
 
 class NoRoom(SegmentRefused):
@@ -38,7 +38,7 @@ class NoRoom(SegmentRefused):
 
 
 def create_locked(path: str) -> int:
-    """A descriptor of a new, empty, exclusively locked file at `path`."""
+    """A descriptor of a new, empty, exclusively locked file at `path`, instead of a stale one."""
     for _ in range(ATTEMPTS_MAX):
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -80,9 +80,9 @@ def _remove_stale(path: str) -> None:
 
 
 def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
-    """NoRoom or SegmentRefused, with advice, if these files (path, bytes) do not fit together."""
-    needed_bytes: dict[int, int] = {}  # by filesystem
-    set_aside: set[int] = set()  # hugetlbfs: its pages are not part of the available memory
+    """Raise NoRoom if these (path, bytes) do not fit now, SegmentRefused if they never can."""
+    needed_bytes: dict[int, int] = {}  # by device number of the filesystem
+    set_aside: set[int] = set()  # devices of hugetlbfs, whose pages MemAvailable does not count
     for path, size_bytes in files:
         where = os.path.dirname(path) or "."
         device = os.stat(where).st_dev
@@ -143,7 +143,7 @@ def is_hugetlbfs(folder: str) -> bool:
 
 
 def try_lock(descriptor: int, kind: int, keep: bool) -> bool:
-    """True if the lock can be taken now. keep=False: it is released at once."""
+    """True if the lock can be taken now. keep=False: the lock is released at once."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

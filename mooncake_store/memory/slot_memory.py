@@ -1,19 +1,19 @@
-"""The slots of a segment: a 64-byte header for each use of a slot, and its payload.
+"""The slots of a segment: each has a 64-byte header and a payload.
 
-A header names the block in the slot and shows whether the block is complete. The writer of the slot
-writes it. A node that rebuilds the directory's index from its segment reads it. The header
-ends with a checksum of itself, so a torn or unrelated header reads as "no header".
+A header names the block in the slot and shows whether the block is complete. Its generation is the
+number of this use of the slot; later uses have larger numbers. The writer of the slot writes the
+header. After a restart of the directory, the node lists its blocks from the headers. A header ends
+with a checksum of its fields, so a partly written header counts as "no header".
 
-Each unit has a header; a block's header is that of its first unit. The writer of a slot clears the
-headers of the block's other units first. So a header inside a block shows that other bytes were
-written there later, even if the block's own header is unchanged. This matters because blocks of
-several sizes share the memory.
+A segment consists of units, each with a header. A block's header is that of its first unit. The
+writer of a slot clears the headers of the block's other units first. So a header inside a block
+shows that other bytes were written there later, because blocks of several sizes share the memory.
 
 The digests of a block's layers are in a region of their own, in the cells of its units. The block's
-checksum verifies them (digests.py), so they need not be trusted or cleared.
+checksum verifies the digests (digests.py), so no writer needs to clear old ones.
 
-Not here: where slots are (layout.py), who owns a slot (the directory), which blocks of a node's
-report are accepted (inventory.py).
+Not here: the address of a slot (layout.py), the choice of a slot (directory/), which blocks of a
+node's inventory the directory accepts (inventory.py).
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class SlotHeader(NamedTuple):
     """The header of one use of a slot."""
 
     state: int  # STATE_WRITING: the payload is not valid; STATE_READY: complete
-    generation: int  # of the use of the slot
+    generation: int  # number of this use of the slot; below GENERATION_MAX
     key: bytes  # block key, 16 bytes
-    checksum: int  # of the payload (digests.py); the lease in ms for STATE_WRITING
+    checksum: int  # of the payload (digests.py); with STATE_WRITING the writer's lease in ms
     length_bytes: int  # of the payload
     is_ephemeral: bool = False  # freed with its last lease
     layers: int = 0  # layers whose digests `checksum` covers; 0: it covers the bytes
@@ -80,9 +80,8 @@ class SlotHeader(NamedTuple):
         lease_s: float,
         is_ephemeral: bool = False,
     ) -> SlotHeader:
-        """The header of a slot that is being filled: the writer's lease takes the place of the
-        checksum. A restarted directory that reads it quarantines the slot for that time
-        (inventory.py)."""
+        """The header of a slot that is being filled. It has the writer's lease instead of a
+        checksum: a restarted directory quarantines the slot for that time (inventory.py)."""
         lease_ms = int(lease_s * 1_000)
         return cls(STATE_WRITING, generation, key, lease_ms, length_bytes, is_ephemeral)
 
@@ -114,13 +113,12 @@ class SlotHeader(NamedTuple):
 
 
 def ready_prefix(generation: int, key: bytes) -> bytes:
-    """First bytes of the header of this use of a slot once it is complete; enough to identify
-    it."""
+    """The first bytes of a header with STATE_READY. They identify the block and this use."""
     return _PREFIX.pack(MAGIC, STATE_READY, generation, key)
 
 
 def begun_prefix(generation: int) -> bytes:
-    """First bytes of the header of this use of a slot while it is being filled."""
+    """The first bytes of a header with STATE_WRITING. They identify this use of the slot."""
     return _BEGUN.pack(MAGIC, STATE_WRITING, generation)
 
 
@@ -161,6 +159,8 @@ def _native_headers() -> library.NativeFunction | None:
 
 
 class SlotMemory:
+    """Headers, digests and payloads of the segment that is mapped at `view`."""
+
     def __init__(self, view: ByteArray, shape: Geometry) -> None:
         self.view, self.shape = view, shape
 
@@ -184,18 +184,18 @@ class SlotMemory:
             write_headers(self.view, offsets, headers, (heads.stop - HEADER_BYTES) * is_begun)
 
     def is_newer(self, slot: int, generation: int) -> bool:
-        """True if a valid header shows that the slot was granted again after that generation. Its
-        earlier writer is then too late: its bytes would overwrite another owner's block."""
+        """True if the slot has a valid header of a later generation. The writer of the earlier
+        generation must then not write: its bytes would overwrite another block."""
         start = self.shape.header_offset_bytes(slot)
         there = _PREFIX.unpack_from(self.view.data, start)[2]
-        # nearly always; this runs for each block of a put, so it must be cheap
+        # The common case, without a checksum: this runs for each block of a put.
         if there <= generation:
             return False
         header = self.header(slot)
         return header is not None and generation < header.generation < GENERATION_MAX
 
     def is_ready(self, slot: int, generation: int, key: bytes) -> bool:
-        """True if this use of the slot holds its complete block."""
+        """True if the slot holds this complete block, and no other header is inside the block."""
         header = self.header(slot)
         return (
             header is not None
@@ -205,18 +205,18 @@ class SlotMemory:
         )
 
     def is_being_written(self, slot: int, generation: int) -> bool:
-        """True if this use of the slot is still being filled. Reads only the begin of the header,
-        because a pipeline stage calls it for each layer of each block."""
+        """True if this use of the slot is still being filled. Reads only the first fields of the
+        header, because a pipeline stage calls this method for each layer of each block."""
         start = self.shape.header_offset_bytes(slot)
         return _BEGUN.unpack_from(self.view.data, start) == (MAGIC, STATE_WRITING, generation)
 
     def checksum(self, slot: int, size_bytes: int, layers: int = 0) -> int:
-        """The checksum of the payload as a block with `layers` layers."""
+        """The checksum of the payload, computed as for a block with `layers` layers."""
         return checksum_of(self.payload(slot, size_bytes), layers)
 
     def write_digests(self, slot: int, size_bytes: int, digests: bytes) -> None:
-        """Write the packed layer digests beside the header. If the block's units have no room for
-        them, only the whole block can be verified."""
+        """Write the packed layer digests into the cells of the block's units. If these have no room
+        for the digests, nothing is written, and only the whole block can be verified."""
         cell = self.shape.digests(slot, size_bytes, len(digests) // DIGEST_BYTES)
         if cell is not None:
             self.view[cell] = np.frombuffer(digests, np.uint8)
@@ -227,11 +227,11 @@ class SlotMemory:
 
     def blocks(self) -> list[Block]:
         """The blocks of all valid headers, in the order of their slots. A segment of a terabyte has
-        millions of headers, most of them empty. So numpy finds the candidates by their magic, and
-        only candidates are checked one by one."""
+        millions of headers, most of them empty. So numpy first finds the headers with the magic,
+        and only these are verified one by one."""
         table = self.view[: self.shape.units * HEADER_BYTES].view(_COLUMNS)
         slots = np.flatnonzero(table["magic"] == int.from_bytes(MAGIC, "little"))
-        # a copy, because writers continue; a torn header fails its own checksum
+        # a copy, because writers may change headers; a partly written one fails its checksum
         rows = table[slots]
         raw, digest = rows.tobytes(), xxhash.xxh3_64_intdigest
         starts = range(0, len(raw), HEADER_BYTES)
