@@ -1,7 +1,7 @@
-"""Reads from /sys what topology.py parses; `python -m` this module prints it.
+"""Reads the files of /sys that topology.py parses; as a program, prints the topology as JSON.
 
-Prints the topology as JSON; with --record the tree itself, in the format of tests/data. Reads only
-a few hundred small files. A file that cannot be read counts as missing.
+With --record it prints the files themselves, in the format of tests/data. It reads only a few
+hundred small files. A file that cannot be read counts as missing.
 
 The interfaces of nic_choice.py are read here too, with the addresses that the kernel lists for
 them.
@@ -32,7 +32,7 @@ TRUSTED_NICS = "MOONCAKE_TRUSTED_NICS"
 SYS = "/sys"
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _LOOPBACK_TYPE = "772"  # ARPHRD_LOOPBACK
-WANTED = (  # (folder, files of each entry; its own link is read too)
+WANTED = (  # (folder, files of each of its entries; an entry that is a link is read as such too)
     (NODES, ("cpulist", "meminfo", "distance")),
     (NETS, ("operstate", "speed", "device/numa_node")),
     (RDMAS, ("ports/*/state", "ports/*/rate", "device/net/*/operstate", "device/numa_node")),
@@ -127,7 +127,7 @@ def _addresses(name: str) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interf
 
 def host_data_network() -> DataNetwork:
     """The cards of this host that move KV to other hosts by NIXL, from the current environment."""
-    # UCX's ports have no access keys. Where the process has keys, cards must be named explicitly.
+    # UCX's ports accept any client. So a process with access keys uses only cards that are named.
     unless_named = None if of_process() is None else ""
     trusted = os.environ.get(TRUSTED_NICS, unless_named)
     return data_network(host_interfaces(), trusted, os.environ.get("UCX_NET_DEVICES", ""))

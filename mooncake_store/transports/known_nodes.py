@@ -2,17 +2,17 @@
 
 The transport is chosen per node, by `mode`:
 
-    auto    the local node mapped, all others by NIXL; where NIXL cannot be used (it does not load
-            here, or that node runs without it) mapped on this host and plain TCP elsewhere
+    auto    the local node mapped, all others by NIXL. If NIXL does not load here, or a node runs
+            without NIXL: nodes of this host mapped, nodes of other hosts by plain TCP
     mapped  every node of this host mapped; others cannot be read
     nixl    every node by NIXL, the local one too; NixlUnavailable if NIXL does not load
     tcp     every node by plain TCP, the local one too
 
-The directory is asked rarely: at start, for an unknown node, and after a failed transfer. Nodes of
-other hosts are reached by one NIXL agent per network card where nic_choice.py chooses so.
+The directory is queried rarely: at the start, for an unknown node, and after a failed transfer. If
+nic_choice.py chooses so, NIXL uses one agent (its endpoint) per network card for other hosts.
 
-A node whose transfer failed is in cool-down for BAD_NODE_S, so that a dead node costs one deadline
-and not one per request. A new incarnation of the node is used at once.
+A node whose transfer failed is in cool-down: it is not used for BAD_NODE_S, so that a dead node
+costs one deadline and not one per request. A new incarnation of the node is used at once.
 
 Not here: moving bytes (block_reader.py), measuring rates (rates.py).
 """
@@ -63,8 +63,8 @@ class NodeAccess(NamedTuple):
 
 
 class Traffic:
-    """Bytes that this process has requested from each node: not arrived yet, and in total.
-    Thread-safe. Keeps the NODES_MAX nodes that were used last."""
+    """Bytes that this process has requested from each node: not arrived yet, and in total (of the
+    NODES_MAX nodes that were used last). Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,14 +103,14 @@ class KnownNodes:
     def __init__(self, directory: DirectoryClient, own_id: str, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"transports is {mode!r}; use one of {', '.join(MODES)}")
-        # compile now: that takes seconds once, and must not happen within a transfer's deadline
+        # compile native.c now: the seconds for that must not count for a transfer's deadline
         library()
         self._directory = directory
         self._own_id = own_id
         self._mode = mode
         self._lock = threading.Lock()
         self._nodes: dict[str, NodeInfo] = {}
-        # by node_id: when the node was first missing from the directory
+        # node_id -> time.monotonic() since when the directory does not list the node
         self._gone_s: dict[str, float] = {}
         self._asked_s = 0.0
         self._bad: dict[str, tuple[str, float]] = {}  # node_id -> (incarnation, until_s)
@@ -137,15 +137,14 @@ class KnownNodes:
             self._disconnect_gone(node_id)
 
     def _disconnect_gone(self, node_id: str) -> None:
-        """Disconnect from a node that is gone. Mapped memory is unmapped by its owner's lock
-        instead."""
+        """Disconnect from a node that is gone. Its mapped memory is unmapped by MappedTransport."""
         is_over = self.tcp.disconnect(node_id)
         if self.nixl is not None:
             is_over &= self.nixl.disconnect(node_id)
         with self._lock:
             if is_over:
                 self._gone_s.pop(node_id, None)
-            # a lane is busy (it may be connecting to a silent node): retry later
+            # a NIXL agent is busy, perhaps connecting to a silent node: retry after GONE_S
             elif node_id in self._gone_s:
                 self._gone_s[node_id] = time.monotonic()
 
@@ -158,7 +157,7 @@ class KnownNodes:
         return self._find(node_id)[0]
 
     def usable(self, node_id: str) -> NodeInfo | None:
-        """The node; None: it is unknown, or this incarnation failed a moment ago."""
+        """The node; None: the directory does not list it, or it is in cool-down."""
         info, is_bad = self._find(node_id)
         return None if is_bad else info
 
@@ -174,8 +173,8 @@ class KnownNodes:
         return NodeAccess(info, transport, geometry(info.segment_bytes, info.unit_bytes))
 
     def _find(self, node_id: str) -> tuple[NodeInfo | None, bool]:
-        """The node, and whether it is in cool-down; asks the directory if that may change
-        either."""
+        """The node, and whether it is in cool-down. Queries the directory first if the node is
+        unknown or in cool-down, at most every REFRESH_S."""
         for is_last in (False, True):
             with self._lock:
                 info = self._nodes.get(node_id)
@@ -236,7 +235,7 @@ class KnownNodes:
         return [a or b for a, b in zip(named, best_copies(others, routes), strict=True)]
 
     def routes(self) -> dict[str, CopyRoute]:
-        """The cost of each node that is not in cool-down, as seen from here; see path_cost.py."""
+        """The route to each node that can be read now; it gives the cost of a copy there."""
         own, now_s = self._own(), time.monotonic()
         host, rack = (own.host_id, own.rack) if own else (self._host_id, "")
         with self._lock:
@@ -299,7 +298,7 @@ class KnownNodes:
             transport.close()
 
     def _nixl(self) -> NixlTransport | MultiNicTransport | None:
-        """NIXL if the mode uses it; None: `auto` continues without it."""
+        """None: the mode does not use NIXL, or the mode is `auto` and NIXL does not load."""
         if self._mode in ("mapped", "tcp"):
             return None
         network = host_data_network()

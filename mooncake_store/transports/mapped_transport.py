@@ -1,12 +1,12 @@
 """Transport over shared memory: the node's segment is mapped, and bytes are copied by memcpy.
 
-For nodes of this host only (same /dev/shm). The node takes no part in a copy, so blocks of a frozen
-node can be read and written. A dead node is rejected: before and after each batch the transport
-checks the owner's lock on the segment file (segment.py).
+It reaches only nodes of this host (same /dev/shm). The node takes no part in a copy, so blocks of a
+frozen node can be read and written. A transfer with a dead node fails: before and after each batch
+the transport checks the node's lock on its segment file (segment.py).
 
-The memory of a dead node stays allocated until the last process has unmapped it, and the node's
-next incarnation may need it. So a thread checks the locks continuously and unmaps segments of dead
-nodes. A view in use keeps its mapping until the view is dropped (segment.py).
+The memory of a dead node stays allocated until the last process has unmapped it, and the restarted
+node may need that memory. So a thread checks the locks four times a second and unmaps segments of
+dead nodes. A view in use keeps its mapping until the view is dropped (segment.py).
 
 Not here: deciding that a node is on this host (known_nodes.py).
 """
@@ -70,7 +70,7 @@ class MappedTransport(Transport):
                 log.exception("unmapping failed")
 
     def drop_dead(self) -> list[str]:
-        """Unmap every segment whose owner is dead; returns the nodes."""
+        """Unmap every segment whose node is dead; returns the ids of these nodes."""
         with self._lock:
             dead = {
                 node_id: segment
@@ -108,8 +108,8 @@ class MappedTransport(Transport):
 
     @contextlib.contextmanager
     def owned(self, node: NodeInfo) -> Iterator[ByteArray]:
-        """The node's whole segment, for the caller to copy; its owner is alive before and after.
-        TransferFailed at the end if the node died: what was read or written is void."""
+        """The node's whole segment, for the caller to copy. TransferFailed if the node is dead at
+        the start or at the end: what was read or written is then void."""
         try:
             segment = self.segment(node)
             yield _living_view(node, segment)

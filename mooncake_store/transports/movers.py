@@ -1,9 +1,9 @@
 """Threads that move the parts of one batch in parallel.
 
-Over CMA a transfer is a copy by the calling thread, so one thread moves what one core can copy. Two
-threads that read half a batch each (each on its own NIXL lane) are 1.6 times as fast on two cores.
-Copies into and out of the local node's mapped segment use as many helper threads in native.c, which
-do not need the GIL.
+Over CMA (the kernel's copy between processes of a host) the calling thread copies, so one thread
+moves what one core can copy. Two threads that read half a batch each, with a NIXL agent each, are
+1.6 times as fast on two cores. Copies into and out of mapped segments use threads of native.c
+instead, which need no GIL.
 
 Not here: the parts (block_reader.py, putter.py).
 """
@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-COPIED_BYTES = 16 * 1024**2  # through a mapped segment between two checks of the deadline
+COPIED_BYTES = 16 * 1024**2  # copied between two checks of the deadline, in mapped segments
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Movers:
-    """`threads` in all, including the caller's; 1: everything runs in the caller's thread."""
+    """`threads` >= 1 includes the caller's thread; 1: everything runs in the caller's thread."""
 
     def __init__(self, threads: int) -> None:
         assert threads >= 1
@@ -30,8 +30,8 @@ class Movers:
         self._pool: ThreadPoolExecutor | None = None
 
     def each(self, task: Callable[[T], R], parts: Sequence[T]) -> list[R]:
-        """Run task(part) for every part. All have ended when this returns or raises the first
-        error."""
+        """Run task(part) for every part; the results in order. All tasks have ended when this
+        returns or raises. Raises the first error."""
         if self.threads == 1 or len(parts) < 2:
             return _all(task, parts)
         shares = [parts[number :: self.threads] for number in range(self.threads)]
@@ -71,14 +71,14 @@ def _all(task: Callable[[T], R], parts: Sequence[T]) -> list[R]:
 
 
 def copied_parts(items: Sequence[T], block_bytes: int, threads: int) -> list[list[T]]:
-    """Blocks of one size in runs that are copied between two checks of the deadline; a run has at
-    least one block per thread."""
+    """Blocks of one size in runs of about COPIED_BYTES, but with at least one block per thread. The
+    caller checks its deadline after each run."""
     count = max(COPIED_BYTES // max(1, block_bytes), threads)
     return [list(items[at : at + count]) for at in range(0, len(items), count)]
 
 
 def parts_of(items: Sequence[T], size_bytes: Callable[[T], int], part_bytes: int) -> list[list[T]]:
-    """Consecutive items in runs of at most `part_bytes`; a larger item is a run of its own."""
+    """Runs of consecutive items with at most `part_bytes`; a larger item is a run of its own."""
     parts: list[list[T]] = []
     filled_bytes = 0
     for item in items:

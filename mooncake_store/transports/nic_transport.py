@@ -1,26 +1,28 @@
 """NIXL transport, one agent per network card: a failed card or cable delays a transfer briefly.
 
-The shared agent (nic_choice.py) serves the nodes of this host. A transfer with another host is cut
-into parts. Each part uses one pair of cards, its path. nic_paths.py chooses the path, and decides
-when a part is abandoned. One thread posts all parts of a call and polls them.
+A NIXL agent is an endpoint of NIXL in this process. The shared agent (nic_choice.py) serves the
+nodes of this host. A transfer with another host is cut into parts. Each part moves over a *path*: a
+card of this host and a card of the other. nic_paths.py chooses the path, and decides when a part is
+abandoned. One thread posts all parts of a call and polls them.
 
 Memory of an abandoned part:
 
-- Local memory that the part was reading into can be reused at once. The part's lane is frozen
-  (nixl_transport.py): its agent has no thread and is never called again, so nothing is written
-  there. The part is read again over another path, into the same memory.
-- Slots that the part was writing cannot be reused. This host's kernel keeps the unsent bytes and
-  sends them when the card works again, possibly minutes later. So the call raises WriteGivenUp, its
-  slots are quarantined, and the caller writes into other slots (putter.py). Bytes that arrive after
-  the quarantine corrupt the slot's next block. A verified read detects this and is a miss. A read
-  that checks only the header (a part of a block, `is_verified=False`) does not detect it. No
-  checksum is ever computed from slot memory that such bytes may reach (Allocation.late).
-- A part still in flight at the call's deadline becomes an orphan. Its local targets are listed by
-  pending_targets until it ends.
+- Local memory that the part was reading into can be reused at once. The part's agent has no thread
+  and is never called again (it is frozen, nixl_transport.py), so nothing is written there. The part
+  is read again over another path, into the same memory.
+- Slots (memory of one block each) that the part was writing cannot be reused. This host's kernel
+  keeps the unsent bytes and sends them when the card works again, possibly minutes later. So the
+  call raises WriteGivenUp, and the caller writes into other slots (putter.py). The directory does
+  not grant the old slots for some time (quarantine). Bytes that arrive even later corrupt the
+  slot's next block. A verified read detects this and is a miss. A read that checks only the slot's
+  header does not detect it: a read of a part of a block, or with `is_verified=False`. No checksum
+  is ever computed from slot memory that such bytes may reach (Allocation.late).
+- A part still in flight at the call's deadline is polled until it ends. Until then pending_targets
+  lists its local targets.
 
-A path in cool-down is probed by a thread. The probe first tests whether the remote agent's address
-answers, then does a small read. Without the first step UCX would retry the connection at intervals
-that grow to minutes.
+A thread probes each path in cool-down. The probe first tests whether the remote agent's address
+answers, then does a small read. Without the first step UCX (NIXL's network library) would retry the
+connection at intervals that grow to minutes.
 
 Not here: which cards get an agent (nic_choice.py), one agent's transfers (nixl_transport.py).
 """
@@ -64,7 +66,7 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, TransferBat
 log = logging.getLogger("mooncake_store.store")
 PROBE_BYTES = 4096
 PROBE_LOOK_S = 0.1  # seconds between two rounds of the probing thread
-WANTED_S = 60.0  # seconds; a path that no call could use for so long is not probed
+WANTED_S = 60.0  # seconds; a path to a node without calls for so long is not probed
 NODES_MAX = 1_024  # nodes whose routes are kept; the oldest is dropped
 
 
@@ -73,11 +75,11 @@ class NicRoute:
     """A path to one incarnation of a node."""
 
     nic: Interface  # card of this host
-    # copy of the node's record for this card's agent: node_id is 'NODE/CARD', data_address is that
-    # agent's port
+    # the node's record with the agent of the card there: node_id is 'NODE/CARD', and data_address
+    # is the address of this agent
     node: NodeInfo
     path: NicPath
-    wanted_s: float = 0.0  # time.monotonic() of the last call that could use it
+    wanted_s: float = 0.0  # time.monotonic() of the last call to this node
     probe: PostedTransfer | None = None  # used by the probing thread only
 
 
@@ -114,8 +116,8 @@ class MultiNicTransport(Transport):
         )
 
     def routes(self, node: NodeInfo) -> list[NicRoute]:
-        """The paths to this incarnation of a node. Empty: no pair of cards; the shared agent serves
-        the node, unless the network is closed."""
+        """The paths to this incarnation of a node. Empty: no pair of cards reaches it, so only the
+        shared agent can serve the node."""
         with self.lock:
             known = self._routes.get(node.node_id)
             if known is not None and known[0] == node.incarnation:
@@ -191,8 +193,7 @@ class MultiNicTransport(Transport):
             cards = list(self._cards.values())
         self._shared.register(buffer)
         for card in cards:
-            # registered with the next transfer, because registering now may fail: the card may be
-            # down
+            # registered with the next transfer: now it may fail, because the card may be down
             card.remember(buffer)
 
     def unregister(self, buffer: ByteArray) -> None:
@@ -204,7 +205,8 @@ class MultiNicTransport(Transport):
             transport.unregister(buffer)
 
     def make_lanes(self, count: int) -> None:
-        """See NixlTransport. A card's agents get further lanes when transfers need them."""
+        """Make agents for the nodes of this host (NixlTransport.make_lanes). A card gets further
+        agents when transfers need them."""
         self._shared.make_lanes(count)
 
     def _transfer(self, batch: TransferBatch) -> None:
@@ -287,7 +289,7 @@ class MultiNicTransport(Transport):
                     log.exception("probing %s failed", route.path.peer)
 
     def _probe(self, route: NicRoute) -> None:
-        """Start a probe if none is in flight, then poll it once."""
+        """Start a probe of this path if none is in flight, then poll the probe once."""
         try:
             if route.probe is None:
                 if not has_carrier(route.nic.name):
@@ -335,7 +337,7 @@ class _PostedPart:
     at: int  # index of the path
     posted: PostedTransfer
     posted_s: float  # time.monotonic() of the post
-    allowance_s: float  # waiting time after which the part is overdue
+    allowance_s: float  # the part is overdue once waited_s exceeds this
     waited_s: float = 0.0  # time spent polling since the post
 
 
@@ -383,7 +385,7 @@ class SplitTransfer:
         under_way = [sum(part.at == at for part in self._posted) for at in range(len(self._paths))]
         with self._owner.lock:
             at = next_path(self._paths, under_way)
-            if at is None and not self._posted:  # all are in cool-down; one may work again by now
+            if at is None and not self._posted:  # all paths are in cool-down; try one anyway
                 at = next_path(self._paths, under_way, is_last_resort=True)
         if at is None:
             return False
@@ -424,8 +426,8 @@ class SplitTransfer:
         return True
 
     def _failed(self, at: int, error: TransferFailed) -> None:
-        """A path failed and its cool-down starts. Nothing of the part is in flight, so another path
-        may move the part."""
+        """Start the cool-down of a path whose part failed. Nothing of the part is in flight, so
+        another path may move it."""
         route = self._routes[at]
         with self._owner.lock:
             was_cooling_down = route.path.is_cooling_down
@@ -433,7 +435,7 @@ class SplitTransfer:
         if not was_cooling_down:
             self._owner.note_cool_down(route, error)
         self._failures += 1
-        # on average two failures per path: give up the call
+        # two failures per path on average: the call fails
         if self._failures >= 2 * len(self._routes):
             self._error = self._error or error
 
@@ -530,8 +532,8 @@ class SplitTransfer:
         self._void(part)
 
     def _leave_all(self) -> None:
-        """Stop polling: everything still in flight becomes an orphan. Sets `_error` if bytes are
-        missing."""
+        """End the call: its parts still in flight become orphans (nixl_transport.py). Sets `_error`
+        if bytes are missing."""
         for part in list(self._posted):
             self._take(part)
             card = self._owner.card(self._routes[part.at].nic)

@@ -1,22 +1,22 @@
 """Makes NIXL agents with usable defaults: environment, logging, threads, errors.
 
-Problems of the stock wrapper, measured with nixl 1.5.1 on a machine without RDMA:
+An agent is an endpoint of NIXL in a process. The Python package nixl wraps NIXL, which moves bytes
+by UCX. Problems of this wrapper, measured with nixl 1.5.1 on a machine without RDMA:
 
 - Its progress thread spins on a whole core (pthrDelay = 0, hard-coded). A node's agent gets a
   progress thread that sleeps up to 10 ms and is woken by events. That takes 0.5 % of a core when
   idle (2.5 % with 1 ms, with equally fast reads over TCP). A client's agent has no progress thread:
-  it makes progress when it polls.
+  its transfers advance when the client polls.
 - It logs to stdout, and continues without a transport when a plugin is missing. Here every warning
-  of the wrapper becomes NixlUnavailable, and stdout belongs to the program.
-- Destroying an agent may abort the process, so agents are never destroyed (make_agent).
+  of the wrapper becomes NixlUnavailable, and UCX logs to stderr.
+- Destroying an agent may abort the process, so agents with UCX are never destroyed (make_agent).
 - It fails with a filesystem error if HOME is unreadable. It crashes at exit if Debian's libibverbs
   is installed too (remedy: UCX_MODULES=^ib, or os._exit on RDMA hosts).
 
 UCX reads its settings when an agent is made, so this module sets most of them before it imports
-nixl. The environment can override each of them (setdefault). An agent for certain network cards has
-its own UCX_NET_DEVICES while it is made. Without RDMA such an
-agent also has UCX_TLS=tcp, so that UCX never copies through the kernel between processes that only
-seem to be on two hosts.
+nixl. The environment can override each of them (setdefault). An agent for certain network cards is
+made with a UCX_NET_DEVICES of its own. Without RDMA it also gets UCX_TLS=tcp, so that UCX never
+copies through the kernel between processes that only seem to be on two hosts.
 
 Not here: moving bytes (nixl_transport.py).
 """
@@ -43,11 +43,11 @@ import numpy.typing as npt
 from mooncake_store.errors import StoreError, TransferFailed
 from mooncake_store.transports.host_topology import preferred_ucx_devices
 
-# How long a missed event may wait (NIXL works around such bugs of UCX), and how often an idle
-# node's progress thread wakes up.
+# An idle node's progress thread wakes up after this time. An event wakes it earlier, except for
+# events that UCX loses (a bug): they wait for the wake-up.
 NODE_PROGRESS_DELAY_US = 10_000
 # Builds of NIXL. The package `nixl` only chooses between them. Without a GPU it imports torch (0.7
-# s, 150 MB) to find a CUDA version and then takes the first build, so there it is tried last.
+# s, 150 MB) to look for CUDA, then takes the first build. So such hosts try that package last.
 _BUILDS = ("nixl_cu13._api", "nixl_cu12._api")
 _CHOOSER = "nixl._api"
 _LISTENS = "0A"  # state LISTEN in /proc/net/tcp
@@ -66,7 +66,7 @@ class AgentDevices(NamedTuple):
 
     @contextlib.contextmanager
     def environment(self) -> Iterator[None]:
-        """Set what UCX reads, for the time in which an agent is made."""
+        """Set the variables that UCX reads when an agent is made, until the context exits."""
         wished = {"UCX_NET_DEVICES": self.net_devices} if self.net_devices else {}
         if self.is_tcp_only and "UCX_TLS" not in os.environ:
             wished["UCX_TLS"] = "tcp"
@@ -165,7 +165,7 @@ def _cuda_major() -> str:
 
 
 def _has_gpu_stack() -> bool:
-    """True if there is a GPU driver or torch, by which the package `nixl` chooses its build."""
+    """True if there is a GPU driver, or torch has been imported."""
     return "torch" in sys.modules or os.path.exists("/proc/driver/nvidia")
 
 
@@ -179,7 +179,7 @@ def _import_first(names: Sequence[str]) -> Any:
 
 @lru_cache(maxsize=1)
 def nixl_errors() -> tuple[type[Exception], ...]:
-    """The exceptions of NIXL; its classes share no base, so they are listed."""
+    """NIXL's exceptions. They share no base class, so they are found by name."""
     bindings = load_nixl().nixlBind
     found = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
     return (*found, NixlUnavailable)
@@ -192,8 +192,7 @@ def make_agent(name: str, has_progress_thread: bool, devices: AgentDevices = ALL
 
     An agent is never destroyed, because its destruction may abort the process after a peer has
     died, also at exit (UCX 1.23: "arbiter.c:36 Assertion `ucs_arbiter_group_is_empty(group)'
-    failed"). So it gets a reference that is never released. Closed lanes are reused
-    (nixl_transport.py).
+    failed"). So it gets a reference that is never released. nixl_transport.py reuses agents.
     """
     agent = _bare_agent(name, has_progress_thread)
     try:
@@ -252,7 +251,8 @@ def _listening_ports() -> set[int]:
 
 
 class NodeAgent:
-    """A storage node's agent: registers the segment once and answers without the GIL."""
+    """A storage node's agent: registers the segment once. Its own thread serves peers, without the
+    GIL."""
 
     def __init__(
         self, name: str, address: int, size_bytes: int, devices: AgentDevices = ALL_DEVICES
@@ -260,7 +260,7 @@ class NodeAgent:
         self.name = name
         before = _listening_ports()
         self._agent = make_agent(name, has_progress_thread=True, devices=devices)
-        # listening ports of this agent, if no other thread starts to listen meanwhile
+        # listening ports of this agent; wrong if another thread opens a port at the same time
         self.ports = sorted(_listening_ports() - before)
         self._memory: Any = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
         self.metadata: bytes = self._agent.get_agent_metadata()
@@ -318,8 +318,7 @@ class FileAgent:
         return handle
 
     def is_done(self, handle: Any) -> bool:
-        """True: complete, and the handle is released. TransferFailed does not contain the plugin's
-        errno."""
+        """True: complete, and the handle is released. TransferFailed: the plugin gives no errno."""
         try:
             state = self._agent.check_xfer_state(handle)
             if state == "PROC":

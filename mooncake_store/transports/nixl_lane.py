@@ -1,16 +1,17 @@
 """One NIXL agent as an initiator: its peers, its registered memory, its transfers.
 
 A *lane* is one NIXL agent with a lock around each of its calls. An *orphan* is a transfer that its
-caller no longer waits for, because the deadline passed. NIXL cannot revoke it, so the lane polls an
-orphan until it ends.
+caller no longer waits for, because the deadline passed. NIXL cannot revoke a transfer, so the lane
+polls an orphan until it ends.
 
-Every method needs `lock` held, unless its docstring says "needs no lock": the agent is made without
-locks of its own. The lock covers single calls, not whole transfers, so several transfers may be in
-flight on one lane. `release` releases the lock, after it has unregistered memory that other threads
-could not unregister (unregister_later).
+The agent has no locks of its own. So every method needs `lock` held, except those whose docstring
+contains "Needs no lock". The lock covers single calls, not whole transfers, so several transfers
+may be in flight on one lane. `release` first unregisters the memory that other threads could not
+unregister (unregister_later), then releases the lock.
 
-Descriptors are passed with each transfer. Prepared descriptors would save 0.05 us per span, but
-finding their indices costs 6 us or more per batch (bench/RESULTS.md).
+NIXL's descriptors (address, length, device of a span) are passed with each transfer. Prepared
+descriptors would save 0.05 us per span, but finding their indices costs 6 us or more per batch
+(bench/RESULTS.md).
 
 Not here: deadlines and the choice of a lane (nixl_transport.py).
 """
@@ -41,17 +42,15 @@ from mooncake_store.transports.nixl_agent import (
 )
 from mooncake_store.transports.transport import LocalSpan, TransferBatch
 
-# seconds until the next attempt to connect to a node; each failed attempt leaks a socket inside UCX
-REFUSED_S = 1.0
+REFUSED_S = 1.0  # pause after a failed attempt to connect; each attempt leaks a socket inside UCX
 REFUSED_MAX = 64  # nodes with such a pause; the oldest is dropped
 REACH_S_MAX = 0.5  # seconds to wait for an answer of a node's host
-# bytes; more than a socket buffer takes, so a TCP post returns before the transfer is complete
-LONG_BYTES = 128 * 1024
+LONG_BYTES = 128 * 1024  # exceeds a socket buffer, so a TCP post returns before all is sent
 
 
 def is_reached(address: str, source: str = "") -> bool:
-    """True if the host of this HOST:PORT answers, with a connection or a refusal, and for "".
-    NIXL itself would wait two minutes for a host that does not answer, and block the caller."""
+    """True if the host of this HOST:PORT accepts or refuses a connection, and for "". `source`: the
+    local address to use. NIXL itself would block two minutes for a host that does not answer."""
     host, _, port = address.partition("#")[0].rpartition(":")  # the part after # is a public key
     if not host:
         return True
@@ -80,12 +79,12 @@ class Region:
 
 @dataclass(slots=True)
 class NixlPeer:
-    """One incarnation of a node, as this lane's agent sees it."""
+    """One incarnation of a node, to which this lane's agent has connected."""
 
     node_id: str
     agent_name: str  # unique to the incarnation
-    transfers: int = 0  # in flight, orphans included; the peer cannot be removed before they end
-    is_broken: bool = False  # its connection failed: remove it, and add it again on next use
+    transfers: int = 0  # in flight, orphans included; the peer can be removed only at 0
+    is_broken: bool = False  # the connection failed; the next use connects again
     has_moved: bool = False  # a transfer has ended, so the connection has been established
     # True: every long transfer was complete when its post returned (CMA). False: one was not.
     # None: no long transfer yet on an established connection.
@@ -99,7 +98,7 @@ class Transfer:
     handle: Any  # of NIXL
     peer: NixlPeer
     targets: list[LocalSpan]  # local spans that a read fills; empty for a write
-    regions: frozenset[Region]  # registered memory that its local spans use
+    regions: frozenset[Region]  # registered memory that contains its local spans
     # keeps the local buffers alive until the transfer ends
     memory: list[LocalSpan] = field(default_factory=list)
     is_done: bool = False  # ended, with or without success
@@ -112,12 +111,11 @@ class AgentLane:
         self.lock = threading.Lock()
         self.devices = devices
         self.orphans: list[Transfer] = []
-        # a transfer failed once: later transports must not reuse this lane
-        self.has_failed = False
-        # no call but deregister_memory any more; over TCP, no byte reaches local memory, but bytes
-        # of a write may still reach the node
+        self.has_failed = False  # True: a transfer failed, so no later transport uses this lane
+        # True: the agent is never called again, except to deregister memory. Over TCP no byte then
+        # reaches local memory, but bytes of a write may still reach the node.
         self.is_frozen = False
-        # time.monotonic() since when a peer is being added, with the lock held; inf: none is
+        # time.monotonic() at the begin of the current add_remote_agent; inf: none is in progress
         self.adding_since_s = float("inf")
         self._adding = threading.Lock()  # guards adding_since_s, and freezing during an add
         self._errors = nixl_errors()
@@ -158,8 +156,7 @@ class AgentLane:
             while self._unwanted:
                 self._unregister(self._unwanted.popleft())
             self.lock.release()
-            # regions queued since the loop above are unregistered by the lock's next holder, if
-            # there is one
+            # a region may be queued after the loop above: then this or another thread locks again
             if not self._unwanted or not self.lock.acquire(blocking=False):
                 return
 
@@ -176,8 +173,8 @@ class AgentLane:
                 self._agent.deregister_memory(memory)
 
     def _unregister_all(self) -> None:
-        """Unregister all memory. deregister_memory is the only NIXL call that makes no progress, so
-        it is safe on a frozen lane."""
+        """Unregister all memory. deregister_memory is the only NIXL call that moves no bytes of
+        transfers in flight, so it is safe on a frozen lane."""
         for memory in self._registered.values():
             with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
@@ -199,8 +196,8 @@ class AgentLane:
         return peer if is_usable else None
 
     def connect(self, node: NodeInfo) -> None:
-        """Connect to this incarnation; replaces an earlier one or a broken connection. May take two
-        minutes if the node does not answer."""
+        """Connect to this incarnation, in place of an earlier one or a broken connection. May take
+        two minutes if the node does not answer."""
         if self.peer(node) is None:
             self.disconnect(node.node_id)
             self._remove_retired()
@@ -266,10 +263,9 @@ class AgentLane:
     def freeze(self, node_id: str) -> bool:
         """Never call this agent again, except to unregister memory. The agent has no thread of its
         own, so its connections are not read any more. Without RDMA no byte of its transfers then
-        reaches local memory, and that memory may be reused.
-
-        False: an RDMA card may still write to local memory for another node, so nothing changed.
-        The caller has checked that transfers with `node_id` use no RDMA."""
+        reaches local memory, and that memory may be reused. The caller must have checked that
+        transfers with `node_id` use no RDMA. False: nothing changed, because an RDMA card may
+        still write to local memory for another node."""
         others = any(transfer.peer.node_id != node_id for transfer in self._under_way)
         if others and not self.devices.is_tcp_only:
             return False
@@ -282,9 +278,9 @@ class AgentLane:
         return True
 
     def freeze_while_adding(self, node_id: str) -> bool | None:
-        """Freeze a lane whose lock holder is in add_remote_agent, which moves no bytes of other
-        peers. Afterwards the lock holder calls nothing but `release`. False: as `freeze`. None: the
-        lock holder is in another call. Needs no lock."""
+        """Freeze a lane whose lock holder is in add_remote_agent: that call moves no bytes of other
+        peers, and after it the lock holder only releases the lock. False: as from `freeze`. None:
+        the lock holder is in another call. Needs no lock."""
         with self._adding:
             is_adding = self.adding_since_s != float("inf")
             return self.freeze(node_id) if is_adding else None
@@ -362,7 +358,7 @@ class AgentLane:
 
     def _addresses(self, local: Sequence[LocalSpan]) -> tuple[list[int], frozenset[Region]]:
         """The start addresses of these spans, and the regions that contain them."""
-        known: dict[int, int] = {}  # buffer -> its address
+        known: dict[int, int] = {}  # id() of a buffer -> its address
         regions: set[Region] = set()
         # region of the previous buffer, nearly always the right one
         region: Region | None = None

@@ -1,27 +1,28 @@
 """NIXL transport: one-sided reads and writes (RDMA, CMA between processes, or TCP).
 
-Lanes: a transport owns up to LANES_MAX lanes. A lane is one NIXL agent with a lock around each of
-its calls. Over CMA a post copies all bytes before it returns (the GIL is released), so one agent
-serves one thread. Two threads moved 9.7 GB/s through one locked agent and 17.8 GB/s through two
-(128 KiB x 64, cold). A further lane is made when a thread finds every lane busy, unless
-`make_lanes` has made it before. Over TCP a post returns at once, and the lock is free between
-polls.
+CMA is the kernel's copy between two processes of a host. An agent is an endpoint of NIXL.
+
+Lanes: a lane is one NIXL agent with a lock around each of its calls; a transport owns up to
+LANES_MAX. Over CMA a post copies all bytes before it returns (the GIL is released), so one agent
+serves one thread. Two threads moved 9.7 GB/s through one locked agent and 17.8 GB/s through two (64
+spans of 128 KiB, not in the CPU's cache). When a thread finds every lane busy, it makes a further
+one. Over TCP a post returns at once, and the lock is free between polls.
 
 Orphans: a transfer that misses its deadline cannot be revoked. NIXL writes to the target even after
-the handle is released and the peer removed (measured). So its handle and buffers become an orphan,
-which is polled until it ends. pending_targets() lists the local memory that orphans may still
-write. Agents here have no progress thread, so bytes over TCP arrive only while the agent is polled.
+the handle is released and the peer removed (measured). So the transfer becomes an *orphan*: it is
+polled until it ends, and pending_targets() lists the local memory that it may still write.
 
-Freezing: because of that, a transfer over TCP can be stopped, at a price. Its lane is frozen, which
-means that its agent is never called again, and another lane replaces it. An agent cannot be
-destroyed (nixl_agent.py), so a frozen agent and its connections remain until the process exits. A
-process freezes at most FROZEN_MAX agents. Only the local side is safe then: bytes of a write that
-the kernel has taken may still reach the node when the network works again.
+Freezing: agents here have no progress thread, so bytes over TCP arrive only while an agent is
+polled. A transfer over TCP can therefore be stopped: its lane is *frozen*, so its agent is never
+called again, and another lane replaces it. An agent cannot be destroyed (nixl_agent.py), so a
+frozen agent and its connections remain until the process exits. A process freezes at most
+FROZEN_MAX agents. Freezing protects only local memory: bytes of a write that the kernel has taken
+may still reach the node when the network works again.
 
 Connecting: NIXL may take two minutes to connect to a node that does not answer, and the lane is
 blocked for that time. So the transport first tests whether the node's host answers. Then another
-thread connects, on a lane that no caller waits for, one lane at a time for each node. A lane that
-takes longer than CONNECT_S_MAX is not counted, so another lane may be made in its place.
+thread connects, for each node one lane at a time, preferably one whose transfers no caller awaits.
+A lane that connects for longer than CONNECT_S_MAX is stuck: another lane may be made in its place.
 
 Not here: making agents (nixl_agent.py), one lane's calls (nixl_lane.py), several network cards
 (nic_transport.py).
@@ -48,7 +49,7 @@ from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transp
 
 LANES_MAX = 4
 STUCK_MAX = 8  # further lanes, in place of lanes that are stuck connecting
-FROZEN_MAX = 32
+FROZEN_MAX = 32  # agents of this process
 SPIN_S = 0.002  # polls without sleep for this long: a TCP transfer of a few MB
 POLL_S = 0.0001  # then at this interval: a silent peer must not cost a core
 CONNECT_S_MAX = 2.0  # a call waits this long for a connection, if its deadline allows
@@ -57,11 +58,11 @@ LOCK_S_MAX = 0.05  # a lane's lock is held longer only while it connects
 _keeping = threading.Lock()
 _spare: list[AgentLane] = []  # closed without errors: the next transport reuses them
 _abandoned: list[AgentLane] = []  # closed with transfers in flight; kept until these have ended
-_frozen: list[AgentLane] = []  # of transports that gave up a path
+_frozen: list[AgentLane] = []  # of all transports of this process
 
 
 class LaneFrozen(TransferFailed):
-    """The lane was frozen because of another transfer; nothing more arrives."""
+    """The lane was frozen because of another transfer; nothing more of this one arrives."""
 
 
 class PostedTransfer(NamedTuple):
@@ -75,7 +76,7 @@ class PostedTransfer(NamedTuple):
 
 
 def frozen_agents() -> int:
-    """Number of agents of this process that were frozen."""
+    """Number of frozen agents of this process."""
     return len(_frozen)
 
 
@@ -93,7 +94,7 @@ class NixlTransport(Transport):
     def __init__(self, devices: AgentDevices = ALL_DEVICES) -> None:
         super().__init__()
         self._devices = devices
-        self._lock = threading.Lock()  # guards both lists and the making of lanes
+        self._lock = threading.Lock()  # guards _regions, _lanes and the making of lanes
         self._regions: list[Region] = []
         self._names = itertools.count()
         self._prefix = f"client-{os.getpid()}-{secrets.token_hex(4)}"
@@ -113,7 +114,7 @@ class NixlTransport(Transport):
             self._regions = [*self._regions, Region(buffer)]
 
     def make_lanes(self, count: int) -> None:
-        """Make lanes up to `count` now, not during a request: each has some ten descriptors."""
+        """Make lanes up to `count` now, before calls need them. Each has about ten descriptors."""
         assert 1 <= count <= LANES_MAX, count
         with self._lock:
             while not self._is_closed and len(self._lanes) < count:
@@ -146,8 +147,8 @@ class NixlTransport(Transport):
         return bool(node.agent_name) and (is_same_host or not node.is_agent_local)
 
     def keeps_order(self, node: NodeInfo) -> bool:
-        """True for nodes whose long transfers are complete when their post returns. That is CMA:
-        the posting thread copies in the kernel, span by span (docs/decisions/0031)."""
+        """True if long transfers with this node were complete when their post returned. Then the
+        transport is CMA: the posting thread copies span by span (docs/decisions/0031)."""
         with self._lock:
             peers = [lane.peer(node) for lane in self._lanes]
         found = [peer.is_copied_at_once for peer in peers if peer is not None]
@@ -195,12 +196,12 @@ class NixlTransport(Transport):
         return posted.is_done
 
     def leave(self, posted: PostedTransfer) -> None:
-        """The deadline has passed: the transfer becomes an orphan, and TransferTimeout is raised.
-        Returns normally if the transfer ends in this last poll."""
+        """Poll once more, after the deadline. If the transfer has not ended then, make it an orphan
+        and raise TransferTimeout."""
         if self.poll(posted):
             return
         is_ours = posted.lane.lock.acquire(timeout=LOCK_S_MAX)
-        # safe without the lock: a thread that is connecting no longer changes the orphans
+        # safe without the lock: its holder is connecting and no longer changes the orphans
         posted.lane.orphans.append(posted.transfer)
         if is_ours:
             posted.lane.release()
@@ -210,9 +211,9 @@ class NixlTransport(Transport):
         )
 
     def freeze(self, node_id: str) -> bool:
-        """Freeze the lanes with transfers of this node in flight, and drop its connections.
-        Afterwards nothing of them arrives in local memory. False: some lanes are unchanged. Either
-        FROZEN_MAX agents are frozen already, or a lane moves bytes of other nodes by RDMA."""
+        """Freeze the lanes with transfers of this node in flight, and drop its other connections.
+        Afterwards no byte of these transfers arrives in local memory. False: some lanes are
+        unchanged, because FROZEN_MAX is reached or a lane moves bytes of other nodes by RDMA."""
         with self._lock:
             lanes = list(self._lanes)
         if not all(_give_up(lane, node_id) for lane in lanes):
@@ -233,7 +234,7 @@ class NixlTransport(Transport):
         )
 
     def check(self) -> None:
-        """Check invariants: registered memory has a user, or a transfer that is still in flight."""
+        """Check invariants: registered memory is known here or used by a transfer in flight."""
         for lane in self._each_lane():
             lane.check(self._regions)
 
@@ -244,7 +245,7 @@ class NixlTransport(Transport):
             lane.release()
             lane = self._locked_lane(until_s, node)
         try:
-            # Regions removed by another thread meanwhile are unregistered before the release.
+            # regions that another thread removes now are unregistered by lane.release()
             lane.register(self._regions)
         except BaseException:
             lane.release()
@@ -261,7 +262,7 @@ class NixlTransport(Transport):
                 lane = self._free_lane(node)
             if lane is not None:
                 return lane
-            # all are busy: threads begin to wait at different lanes
+            # all lanes are busy: start at a lane by thread, so that threads wait at different ones
             lane = lanes[turn % len(lanes)]
             left_s = until_s - time.monotonic()
             if lane.lock.acquire(timeout=max(0.0, min(left_s, LOCK_S_MAX))):
@@ -271,8 +272,9 @@ class NixlTransport(Transport):
         raise TransferTimeout("every NIXL lane of this process is busy; nothing was transferred")
 
     def _free_lane(self, node: NodeInfo | None) -> AgentLane | None:
-        """A free lane, now locked; needs `_lock`. Preferably one that has this peer. Else one
-        without awaited transfers, because connecting may take long."""
+        """Lock and return a free lane; None: all are busy. Needs `_lock`. Prefers a lane that is
+        connected to the node. Next best is a lane whose transfers no caller awaits, because
+        connecting may block the lane for long."""
         peers = [lane for lane in self._lanes if node is not None and lane.peer(node) is not None]
         for lane in [*peers, *(lane for lane in self._lanes if not node or not lane.is_awaited)]:
             if lane.lock.acquire(blocking=False):
@@ -287,15 +289,16 @@ class NixlTransport(Transport):
         return next((lane for lane in self._lanes if lane.lock.acquire(blocking=False)), None)
 
     def _connect(self, node: NodeInfo, until_s: float, wanted: AgentLane | None = None) -> None:
-        """Connect a lane to this node in another thread, and wait for at most CONNECT_S_MAX."""
+        """Connect a lane (`wanted` if it is free) to this node in another thread, and wait for at
+        most CONNECT_S_MAX."""
         left_s = max(0.0, min(until_s - time.monotonic(), CONNECT_S_MAX))
         failures: list[Exception] = []
         is_over = threading.Event()
-        other = self._connecting.setdefault(node.agent_name, is_over)  # in one step
+        other = self._connecting.setdefault(node.agent_name, is_over)  # atomic, so needs no lock
         if other is not is_over:
             if not other.wait(left_s):
                 raise _not_connected(node, left_s)
-            return  # the caller checks whether it is connected now
+            return  # the caller checks whether the lane is connected now
 
         def connect() -> None:
             try:

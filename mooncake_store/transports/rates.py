@@ -5,9 +5,9 @@ into its own memory, and takes the medians. It is not a benchmark: it shares the
 other work.
 
 The result is logged once for each incarnation of a node. Between processes of one host NIXL copies
-through the kernel (CMA). If they differ in user, PID namespace or IPC namespace, NIXL uses TCP
-without a message, several times slower. So such a node is read by plain TCP too, and if NIXL is
-hardly faster, a warning gives the likely reason.
+through the kernel (CMA). If the two processes differ in user, PID namespace or IPC namespace, NIXL
+silently uses TCP, which is several times slower. So a node of this host is read by plain TCP too.
+If NIXL is hardly faster than plain TCP, a warning gives the likely reason.
 
 Not here: the use of the numbers (path_cost.py, the conductor's estimates).
 """
@@ -34,7 +34,7 @@ HELLO_BYTES = 4096
 ROUNDS = 5
 PROBE_S_MAX = 0.25  # per node and transport
 AGAIN_S = 0.05  # between two probes of a node that did not answer
-CMA_OVER_TCP_MIN = 1.5  # measured: 3.9 with CMA, 0.9 without
+CMA_OVER_TCP_MIN = 1.5  # rate of NIXL over plain TCP; measured: 3.9 with CMA, 0.9 without
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class PathReport:
     node_id: str
     transport: str  # its name
     bytes_per_s: float  # median of reads of PROBE_BYTES
-    latency_s: float  # of one read of HELLO_BYTES
+    latency_s: float  # median of reads of HELLO_BYTES
     warning: str  # "" if the path is as expected
 
 

@@ -8,9 +8,9 @@ A connection begins with HELLO and its token. Then the client sends one request 
     replies: DONE     header(count = bytes that follow)
              REFUSED  header(count = bytes of a text with the reason)
              CROWDED  header(count = limit of connections that are not authenticated yet)
-             FULL     header(count = limit of connections of members)
+             FULL     header(count = limit of connections that are authenticated, of "members")
 
-CROWDED is sent in plain, even where TLS is required, because the client is rejected before TLS.
+A client that is rejected before its TLS handshake receives CROWDED unencrypted.
 
 A header has 16 bytes, little-endian: magic "MKTB", version, kind (two bytes each), count (eight). A
 span is two numbers of eight bytes: offset in the segment, length.
@@ -76,7 +76,7 @@ def pack(kind: FrameKind, count: int, version: int = VERSION) -> bytes:
 
 
 def unpack(raw: bytes | bytearray) -> tuple[FrameKind, int]:
-    """(kind, count); FrameInvalid describes other bytes."""
+    """(kind, count) of a header. FrameInvalid: it is no header of this version."""
     magic, version, kind, count = HEADER.unpack(raw)
     if magic != MAGIC:
         raise FrameInvalid(f"{bytes(raw[:4])!r} is not the start of a {MAGIC.decode()} frame")

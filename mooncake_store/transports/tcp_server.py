@@ -1,25 +1,25 @@
 """A storage node's plain TCP server: reads and writes spans of its segment for authorized clients.
 
-It serves hosts where NIXL cannot load, and networks that are not trusted. With keys, clients
-present a certificate of the cluster and all bytes are encrypted (tcp_tls.py). Without keys, the
-kernel copies bytes between the socket and the mapped segment, outside the GIL. One thread accepts,
-and each connection has a thread of its own, because a client keeps one connection per thread that
-moves bytes.
+It serves hosts where NIXL cannot load, and networks that are not trusted. With keys (of `mooncake
+keys`), clients present a certificate of the cluster and all bytes are encrypted (tcp_tls.py).
+Without keys, the kernel copies bytes between the socket and the mapped segment, outside the GIL.
+One thread accepts connections, and each connection has a thread of its own.
 
-The token is listed by the directory and is unique to this incarnation of the node. So
-neither an unauthenticated client, nor a client that addresses an earlier incarnation on a reused
-port, can touch this memory.
+A client first sends a token, which the directory lists and which is unique to this incarnation of
+the node. So neither a client without the token, nor a client that addresses an earlier incarnation
+on a reused port, can touch this memory.
 
-A connection that has not sent the token yet is *unauthenticated*. Such connections have limits of
-their own, per host and in total, so that members are always accepted. When a limit is reached, the
-oldest unauthenticated connection is closed to make room.
+A connection that has not sent the token yet is *unauthenticated*, later a *member*. Unauthenticated
+connections have limits of their own, per host and in total, so they cannot take the room of
+members. At a limit, the oldest one is closed to make room if it is older than HURRY_S. Otherwise
+the new connection is rejected.
 
 A write must stop once its client has abandoned it. The client resets the connection at its
-deadline, and the server checks for that before it reads each piece from the socket. So after a
-freeze, the queued bytes of an abandoned write are discarded. They never reach memory that may have
-a new owner.
+deadline, and the server checks for a reset before it reads each batch of pieces from the socket.
+So a server that was frozen discards the queued bytes of an abandoned write, except for the batch in
+progress. The discarded bytes cannot reach memory that has a new owner by now.
 
-Not here: the frames (tcp_frames.py), the client (tcp_transport.py), who may use which slot.
+Not here: the frames (tcp_frames.py), the client (tcp_transport.py), granting slots (directory).
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from mooncake_store.transports.transport import TransferCounters, TransferTally
 
 log = logging.getLogger("mooncake_store.tcp")
 CONNECTIONS_MAX = 256  # of members
-STRANGERS_MAX, STRANGERS_PER_HOST_MAX = 256, 64
-HELLO_S = 5.0  # until a client has presented a certificate, if the process has keys, and the token
+STRANGERS_MAX, STRANGERS_PER_HOST_MAX = 256, 64  # unauthenticated connections
+HELLO_S = 5.0  # for a new client's TLS handshake (with keys) and its token, together
 HURRY_S = 0.5  # an unauthenticated connection younger than this is not closed to make room
 SILENCE_S = 30.0  # the longest silence within a message
 _GIVEN_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class TcpServerRefused(StoreError):
-    """The server cannot listen there; the message says what to change."""
+    """The server cannot listen at this address; the message names the remedy."""
 
 
 class RequestRefused(Exception):
@@ -73,14 +73,14 @@ class OpenConnection:
     socket: socket.socket  # with TLS, once the handshake has started
     host: str  # address of the client
     opened_s: float  # time.monotonic() of the accept
-    is_member: bool = False  # it has sent the token
-    reached_limit: int = 0  # > 0: it is closed to make room for another; the limit that was reached
+    is_member: bool = False  # the client has sent the token
+    reached_limit: int = 0  # the limit because of which it is closed to make room; 0: it is not
     thread: threading.Thread | None = None
 
 
 class TcpServer:
-    """Serves `memory` until close(). `address` is where it listens. It is advertised as
-    NodeInfo.data_address, unless another address is; only then may it be a wildcard address."""
+    """Serves `memory` until close(). `address`: HOST:PORT where it listens. `is_advertised`: the
+    node registers another address for clients, so `host` may be a wildcard address."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class TcpServer:
 
     @property
     def counters(self) -> TransferCounters:
-        """Totals of clients' reads and writes; failures are connections that broke."""
+        """Totals of clients' reads and writes; failures: rejected requests, broken connections."""
         return self._tally.counters()
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class TcpServer:
                 if arriving.opened_s - group[0].opened_s < HURRY_S:
                     raise LimitReached(FrameKind.CROWDED, limit)
                 group[0].reached_limit = limit
-                _wake(group[0].socket, socket.SHUT_RD)  # its thread still sends it the reason
+                _wake(group[0].socket, socket.SHUT_RD)  # its thread can still send the reason
                 return
 
     def _reject(self, client: OpenConnection, why: LimitReached) -> None:
@@ -229,8 +229,8 @@ class TcpServer:
             client.socket.close()
 
     def _is_admitted(self, client: OpenConnection) -> bool:
-        """True: the client is authenticated. False: it closed without sending, so it only tested
-        the address."""
+        """True: the client is authenticated. False: the client closed the connection without
+        sending. So it only tested the address (nixl_lane.is_reached)."""
         until_s = client.opened_s + HELLO_S
         try:
             client.socket.settimeout(HELLO_S)
@@ -309,8 +309,8 @@ class TcpServer:
 
 
 def _wake(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Make a thread that waits for this connection return. TLS's own shutdown is not
-    thread-safe."""
+    """Wake the thread that waits for this connection, by a shutdown below TLS: that of TLS itself
+    is not thread-safe."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, how)
 

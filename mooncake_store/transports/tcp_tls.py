@@ -1,7 +1,7 @@
 """Mutual TLS on the connections of the TCP transport, for processes with keys.
 
-Each side presents its host's certificate before the first frame. A rejected client receives a
-reason that it can read: without TLS a frame in plain, with a wrong certificate TLS's alert.
+Each side presents its host's certificate before the first frame. A rejected client receives the
+reason: a client without TLS as an unencrypted frame, one with a wrong certificate as a TLS alert.
 
 Not here: the certificates (keys/tls.py), the frames (tcp_frames.py).
 """
@@ -21,7 +21,7 @@ from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameKind
 
-# read from a rejected client and discarded, so that it receives the alert
+# most that is read from a rejected client and discarded (_hang_up)
 LEFTOVER_BYTES_MAX = 64 * 1024
 LEFTOVER_S_MAX = 1.0
 RECORD_HEADER_BYTES = 5  # TLS reads this many bytes before it rejects a stream that is not TLS
@@ -32,7 +32,7 @@ PLAIN_CLIENT = (
 
 
 class TransferRefused(AccessRefused, TransferFailed):
-    """No bytes move, because one side rejects the other's certificate."""
+    """No bytes move, because one side rejects the other's certificate or lack of one."""
 
 
 def wrapped_by_server(connection: socket.socket, contexts: TlsContexts) -> ssl.SSLSocket:
@@ -51,8 +51,8 @@ def shake_hands(secured: ssl.SSLSocket, until_s: float) -> None:
 
 
 def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> ssl.SSLSocket:
-    """The client's side of TLS; OSError closes the connection. A server that rejects this client
-    reports the reason at the first read."""
+    """The client's side of the handshake. After an OSError the connection is closed. If the server
+    rejects this client's certificate, only the first read raises the error."""
     secured = contexts.client.wrap_socket(
         connection, server_hostname=MEMBER, do_handshake_on_connect=False
     )
@@ -71,7 +71,8 @@ def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> 
 
 
 def _plain_reply(secured: ssl.SSLSocket) -> ConnectionError | None:
-    """The CROWDED frame of a server without room; OpenSSL has consumed its first bytes."""
+    """LimitReached if the server has sent CROWDED instead of TLS, else None. OpenSSL has consumed
+    the first bytes of that frame."""
     with contextlib.suppress(OSError, struct.error, frames.FrameInvalid):
         raw = socket.socket.recv(secured, frames.HEADER.size, socket.MSG_DONTWAIT)
         begin = frames.pack(FrameKind.CROWDED, 0)[:RECORD_HEADER_BYTES]
@@ -82,7 +83,8 @@ def _plain_reply(secured: ssl.SSLSocket) -> ConnectionError | None:
 
 
 def _hang_up(secured: ssl.SSLSocket) -> None:
-    """Close so that the alert arrives: with unread bytes the kernel would reset the connection."""
+    """Close after reading what the client still sends. With unread bytes the kernel would reset the
+    connection, and the alert would not arrive."""
     with contextlib.suppress(OSError):
         secured.settimeout(LEFTOVER_S_MAX)
         secured.shutdown(socket.SHUT_WR)  # of the socket below TLS: bytes read from here on are raw

@@ -3,12 +3,11 @@
 A connection serves one transfer at a time. So each thread that moves bytes takes a connection from
 the node's pool or opens a new one. It returns the connection only after a successful transfer. At a
 deadline or an error the connection is closed. Nothing can then arrive in the targets of a read, so
-pending_targets() is always empty. The node stops a write as soon as it detects the close, which is
-a reset, because a reset overtakes the bytes that are still queued.
+pending_targets() is always empty. The close is a reset, which overtakes the bytes that are still
+queued. The node stops a write when it detects the reset.
 
-A pooled connection may have died, or belong to an earlier incarnation. So when it breaks, one more
-attempt is made on a new connection. Both directions may be repeated, because a transfer always
-moves the same bytes to the same address.
+A pooled connection may have died. So when it breaks, one more attempt is made on a new connection.
+Both directions may be repeated, because a transfer always moves the same bytes to the same address.
 
 Socket buffers are left to the kernel: its auto-tuning exceeds a fixed size (net.ipv4.tcp_rmem), and
 a fixed size of 4 MiB made no difference on one host.
@@ -36,7 +35,8 @@ from mooncake_store.transports.transport import TransferBatch, Transport
 
 IDLE_MAX = 8  # connections kept per node
 CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
-# retries of a CROWDED reply: unauthenticated connections time out within this time
+# Total and pause of the retries after CROWDED: the server makes room by closing unauthenticated
+# connections older than 0.5 s (tcp_server.py).
 CROWDED_S_MAX, CROWDED_PAUSE_S = 2.0, 0.05
 
 
@@ -84,7 +84,7 @@ class TcpTransport(Transport):
             raise _failure(batch.node, error, len(batch.remote), batch.is_read) from error
 
     def _ask(self, connection: socket.socket, batch: TransferBatch) -> None:
-        """The whole transfer on this connection, which is closed unless it succeeds."""
+        """Run the whole transfer on this connection, then pool it. After an error it is closed."""
         node, remote, local, until_s, is_read = batch
         try:
             for start in range(0, len(remote), frames.SPANS_MAX):
@@ -154,7 +154,7 @@ def _admitted(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket
 
 
 def _opened(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.socket:
-    """A new connection that has sent its token; OSError, FrameInvalid or TransferFailed."""
+    """A new connection, accepted by the node. OSError, FrameInvalid or TransferFailed."""
     if not node.data_address:
         raise TransferFailed(f"node {node.node_id} serves no plain TCP; start it with --data")
     host, _, port = node.data_address.rpartition(":")
@@ -210,8 +210,7 @@ def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> Tra
 
 
 def _reset(connection: socket.socket) -> None:
-    """Close by a reset: a normal end of stream would queue after the bytes of an abandoned
-    write."""
+    """Close by a reset: a normal end of stream would queue behind bytes of an abandoned write."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()

@@ -1,20 +1,20 @@
 """The contract of every transport: moves bytes between a node's segment and local memory.
 
-A transport handles spans, never block keys or blocks. Its contract, which
+A transport handles spans (runs of bytes), never block keys or blocks. Its contract, which
 tests/mooncake_store/transports/test_transport_contract.py runs against each transport:
 
-- All spans of one call move, or an exception means that none may be trusted.
-- A span outside the segment or its buffer is rejected before anything is posted.
-- A dead node raises TransferFailed soon; a silent node raises TransferTimeout at the deadline.
-- After TransferTimeout of a read the local spans may still be written at any later time (NIXL
-  cannot revoke a transfer). pending_targets() lists them; do not reuse that memory before it stops
-  listing them. After TransferTimeout of a write the *remote* spans are in that state, and the
-  directory's quarantine covers them.
+- A call moves all its spans. After an exception none of them may be trusted.
+- A span outside the segment or its buffer raises TransferFailed before any byte moves.
+- A call to a dead node raises TransferFailed soon. A call to a silent node raises TransferTimeout
+  at its deadline.
+- After TransferTimeout of a read, the local spans may still be written at any later time (NIXL
+  cannot revoke a transfer). Do not reuse their memory while pending_targets() lists them.
+- After TransferTimeout of a write, the *remote* spans may still be written. So the directory does
+  not grant their slots again for some time (quarantine).
 - Every method may be called from several threads; the GIL is released while bytes move.
 
-Not here: the choice of a transport (known_nodes.py), the transports themselves
-(mapped_transport.py, which needs no second process and so serves unit tests too, nixl_transport.py
-and tcp_transport.py).
+Not here: the choice of a transport (known_nodes.py), the transports (mapped_transport.py,
+nixl_transport.py, nic_transport.py, tcp_transport.py).
 """
 
 from __future__ import annotations
@@ -51,26 +51,25 @@ def side_by_side(buffer: ByteArray, spans: Iterable[ByteSpan]) -> list[LocalSpan
 
 
 class TransferBatch(NamedTuple):
-    """One call: remote[i] of the node's segment to local[i] for a read, else local[i] to
-    remote[i]."""
+    """One call. A read moves remote[i] to local[i], a write moves local[i] to remote[i]."""
 
     node: NodeInfo
     remote: Sequence[ByteSpan]  # spans of the node's segment
-    local: Sequence[LocalSpan]  # as many, of equal lengths
+    local: Sequence[LocalSpan]  # as many as `remote`; local[i] is as long as remote[i]
     until_s: float  # by time.monotonic()
     is_read: bool
 
 
 @dataclass(slots=True)
 class TransferCounters:
-    """Totals of a transport since it was made. A call is counted once, when it ends."""
+    """Totals of a transport since its construction. A call is counted once, when it ends."""
 
     reads: int = 0
     writes: int = 0
     read_bytes: int = 0
     write_bytes: int = 0
-    seconds: float = 0.0  # of successful calls; concurrent calls are added
-    failures: int = 0  # TransferFailed without timeouts
+    seconds: float = 0.0  # durations of successful calls, summed also if concurrent
+    failures: int = 0  # TransferFailed, except timeouts
     timeouts: int = 0
 
 
@@ -97,7 +96,7 @@ def check_spans(node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[Loca
 
 
 def left_to_write_s(until_s: float) -> float:
-    """Seconds until then; TransferTimeout if none are left."""
+    """Seconds until `until_s` (time.monotonic()). TransferTimeout if that has passed."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TransferTimeout("the deadline passed before everything was written")
@@ -147,11 +146,11 @@ class Transport:
         return self._tally.counters()
 
     def _transfer(self, batch: TransferBatch) -> None:
-        """Move all of it. The spans have been checked."""
+        """Move the whole batch. Its spans have been checked."""
         raise NotImplementedError
 
     def disconnect(self, node_id: str) -> bool:
-        """Forget this node; unknown names are accepted. False: part of it is busy, call again."""
+        """End connections to this node, if any. False: one is busy, so repeat the call later."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -159,15 +158,15 @@ class Transport:
         raise NotImplementedError
 
     def register(self, buffer: ByteArray) -> None:
-        """Register local uint8 memory for transfers, once per buffer; it must stay alive.
-        Transports that reach any memory ignore the call."""
+        """Register local uint8 memory for transfers, once per buffer. The caller keeps the memory
+        alive. Transports that need no registration ignore the call."""
 
     def unregister(self, buffer: ByteArray) -> None:
         """Forget a buffer without transfers in flight. Unknown buffers are accepted."""
 
     def pending_targets(self) -> list[LocalSpan]:
-        """Local spans of timed-out reads that may still be written. The call also makes progress.
-        Always empty for a transport whose bytes stop at the deadline."""
+        """Local spans that timed-out reads may still write. The call also polls these reads. Always
+        empty for a transport whose bytes stop at the deadline."""
         return []
 
     def keeps_order(self, node: NodeInfo) -> bool:

@@ -1,23 +1,24 @@
 """Chooses the network cards (NICs) of a host that move KV, and pairs them with another host's.
 
-UCX does not fail over: an agent that uses two cards hangs if one of them is cut during a transfer.
-So where a host has several cards to other hosts, each card gets its own NIXL agent, in storage
-nodes and in clients. One more agent, the *shared* one, serves the processes of its own host (which
-copy through the kernel). Where no card has an agent, the shared agent serves all hosts.
+KV moves by NIXL, which uses the library UCX. An *agent* is an endpoint of NIXL in a process. UCX
+does not fail over: an agent that uses two cards hangs if one of them is cut during a transfer. So
+each of several cards can get an agent of its own, in storage nodes and in clients. One more agent,
+the *shared* one, serves the processes of its own host (which copy through the kernel). If no card
+has an agent, the shared agent serves all hosts.
 
-The first rule that applies:
+The first of these rules that applies decides:
 
 - The operator names cards (MOONCAKE_TRUSTED_NICS): each of them gets an agent, also a single one.
   The shared agent uses the loopback and these cards only. An empty list: NIXL moves nothing between
   hosts.
-- UCX_NET_DEVICES names several interfaces: each gets an agent. If it names one interface, or RDMA
-  devices, UCX follows it with one agent.
-- The host has RDMA: UCX chooses among its cards, with one agent.
-- Otherwise each card that is up and has an address gets an agent, if there are at least two.
+- UCX_NET_DEVICES names several interfaces: each gets an agent.
+- UCX_NET_DEVICES names anything else, as RDMA devices: the shared agent uses these.
+- The host has RDMA: UCX chooses the cards of the shared agent.
+- Two or more cards are up and have an address: each of them gets an agent.
 
 Two cards make a *pair* if they share a network. Cards that share none with any card of the other
-host are paired in order, because there is a router between them. Cards of one rail have the same
-position on each host, so they are paired.
+host are paired in order, because there is a router between them. So cards of one rail (a switch for
+the same card of each host) are paired.
 
 Not here: reading cards (host_topology.py), using pairs (nic_paths.py, nic_transport.py).
 """
@@ -38,7 +39,7 @@ class Interface:
     """One network interface of this host."""
 
     name: str
-    addresses: tuple[str, ...] = ()  # without addresses that reach this link or this host only
+    addresses: tuple[str, ...] = ()  # IP addresses, without link-local and loopback ones
     networks: tuple[str, ...] = ()  # of these addresses, as in "10.78.0.0/24"
     is_up: bool = True
     is_physical: bool = True  # has a device (also one that a hypervisor emulates)
@@ -58,7 +59,7 @@ class DataNetwork:
 
     nics: tuple[Interface, ...] = ()  # each has an agent of its own for transfers with other hosts
     shared_devices: str = ""  # UCX_NET_DEVICES of the shared agent; "": from the environment
-    # NIXL reaches other hosts by `nics` only, or not at all if `nics` is empty
+    # True: NIXL uses only `nics` for other hosts, so it reaches no other host if `nics` is empty
     is_closed: bool = False
     missing: tuple[str, ...] = ()  # named by the operator, but not found
 
@@ -95,8 +96,8 @@ def _names(text: str) -> list[str]:
 
 
 def nic_pairs(own: Sequence[Interface], theirs: Sequence[NicAgent]) -> list[tuple[int, int]]:
-    """Positions in `own` and in `theirs` of the cards that are paired. Every card that reaches the
-    other host is in a pair. The first pairs use different cards."""
+    """Positions in `own` and in `theirs` of the cards that are paired, at most PAIRS_MAX pairs.
+    Every card that reaches the other host is in a pair. The first pairs use different cards."""
     pairs: list[tuple[int, int]] = []
     networks = dict.fromkeys(network for each in own for network in each.networks)
     for network in networks:
@@ -112,8 +113,7 @@ def nic_pairs(own: Sequence[Interface], theirs: Sequence[NicAgent]) -> list[tupl
 
 
 def _in_turn(here: Sequence[int], there: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs in which each position of both sides occurs at least once; empty if one side is
-    empty."""
+    """Pairs in which each position of both sides occurs; none if one side is empty."""
     if not here or not there:
         return []
     count = max(len(here), len(there))

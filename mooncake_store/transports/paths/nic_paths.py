@@ -1,12 +1,12 @@
 """Chooses the pair of network cards for each part of a transfer, and cools down failing pairs.
 
-A *path* is a pair of cards: one of this host, one of a storage node's. The spans of a call are cut
-into *parts* of about equal size. A path takes the next part as soon as it has room. So in a large
-call a path that is twice as fast carries twice as much. When a path fails, only its parts in flight
-move again.
+A *path* is a pair of cards: one of this host, one of a storage node's host. The spans of a call are
+cut into *parts* of about equal size. A path takes the next part as soon as it has room. So in a
+large call a path that is twice as fast carries twice as much. When a path fails, only its parts in
+flight move again.
 
-A part is *overdue* when it has waited ALLOWANCE_S longer than four such parts recently took on its
-path. An overdue part is abandoned only if both conditions hold:
+A part is *overdue* when it has waited ALLOWANCE_S longer than four parts of its size recently took
+on its path (allowance_s). An overdue part is abandoned only if both conditions hold:
 
 - Another path to the same node has completed a transfer since the part was posted. Otherwise the
   node is frozen or overloaded, and its other paths would not be faster.
@@ -31,12 +31,12 @@ from typing import NamedTuple
 
 PART_BYTES_MIN = 256 * 1024  # below this size a second path costs more than it saves
 PART_BYTES_MAX = 4 * 1024**2
-PARTS_PER_PATH_MAX = 2  # of one call: one moves while one waits, so that the path is never idle
-ALLOWANCE_S, ALLOWANCE_S_MIN = 1.5, 0.25  # TCP retries a connection after 1 s
+PARTS_PER_PATH_MAX = 2  # in flight, of one call: one moves and one waits, so no path is idle
+ALLOWANCE_S, ALLOWANCE_S_MIN = 1.5, 0.25  # the first exceeds 1 s: TCP retries a connection then
 UNKNOWN_BYTES_PER_S = 50e6  # assumed until a path has moved a part; the rate of a slow card
 SLOWER_MAX = 4.0  # a part this many times slower than recent ones is not stuck
-LOOK_S = 0.05
-COOL_DOWN_S, COOL_DOWN_S_MAX = 0.5, 4.0
+LOOK_S = 0.05  # the most waiting time that one poll counts
+COOL_DOWN_S, COOL_DOWN_S_MAX = 0.5, 4.0  # pause before the first probe; longest pause
 _SMOOTHING = 0.2
 
 
@@ -158,9 +158,9 @@ class NicPath:
             self.counters.resting -= not self.is_forgotten
 
     def allowance_s(self, part_bytes: int, left_s: float) -> float:
-        """Time that a part posted now may wait; `left_s` until the call's deadline. At least
-        ALLOWANCE_S_MIN; else at most half of `left_s`, so that the other half is there to move the
-        part again."""
+        """Seconds that a part posted now may wait before it is overdue. `left_s`: time until the
+        call's deadline. At most half of it, so that the other half is left to move the part again.
+        But never less than ALLOWANCE_S_MIN."""
         rate = self.bytes_per_s or UNKNOWN_BYTES_PER_S
         wished_s = ALLOWANCE_S + SLOWER_MAX * part_bytes / rate
         return max(ALLOWANCE_S_MIN, min(wished_s, left_s / 2))
@@ -171,11 +171,11 @@ def next_path(
 ) -> int | None:
     """The index of the path for the next part; None: every path has enough parts.
 
-    `parts_under_way`: parts of this call in flight, by path. Chooses the path with the fewest of
-    them. Among equals: a path that has completed a transfer since a part of it timed out, then the
-    one with the fewest bytes of all calls in flight, then with the fewest bytes moved.
-    Recent rates do not count: a card that was slow for a moment would get no parts, and never show
-    that it is fast again. A path in cool-down is chosen only with `is_last_resort`.
+    `parts_under_way`: parts of this call in flight, by path. Order of preference: fewest parts of
+    this call; no timeout since the last completed transfer; fewest bytes in flight over all calls;
+    fewest bytes moved so far. Recent rates do not count: a card that was slow for a moment would
+    get no parts, and never show that it is fast again. A path in cool-down is chosen only with
+    `is_last_resort`.
     """
     free = [
         at

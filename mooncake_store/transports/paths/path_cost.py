@@ -3,10 +3,9 @@
 The cost of a copy is the expected time until its last byte arrives, times a price for the distance.
 The time is the bytes in flight from that node plus the block, divided by the node's rate. The rate
 is measured; until then it is a typical rate of the distance. Time alone would send traffic across
-the network whenever that is a little faster for this reader. But such a byte uses more of the
-shared network, so each step of distance has a higher price. With equal load and equal rates, the
-order is same node < same host < same rack < other. A busy near node loses to an idle remote one
-once its time times its price is larger.
+the network whenever that is a little faster for this reader. But a byte from farther away uses more
+of the shared network, so each step of distance has a higher price. With equal load and equal rates,
+the order is same node < same host < same rack < other.
 
 Copies on SSDs come last on any path: reading one takes a slot of DRAM from another block.
 
@@ -47,7 +46,7 @@ TYPICAL_BYTES_PER_S = {
 
 @dataclass(frozen=True, slots=True)
 class CopyRoute:
-    """One node with a copy, as seen by a reader."""
+    """Distance and load of one node, as known to a reader."""
 
     distance: Distance
     bytes_per_s: float  # measured; 0: not yet
@@ -56,12 +55,11 @@ class CopyRoute:
 
     @property
     def per_byte_s(self) -> float:
-        """The cost of one byte, in priced seconds."""
+        """The cost of one byte: seconds, times PRICE."""
         return PRICE[self.distance] / (self.bytes_per_s or TYPICAL_BYTES_PER_S[self.distance])
 
     def cost_s(self, size_bytes: int) -> float:
-        """Cost in priced seconds of receiving all bytes in flight from this node, then this
-        block."""
+        """The cost (seconds, times PRICE) of all bytes in flight from this node and this block."""
         return (self.under_way_bytes + size_bytes) * self.per_byte_s
 
 
@@ -92,9 +90,9 @@ def named_copy(
 def best_copies(
     found: Sequence[Sequence[Copy]], routes: Mapping[str, CopyRoute]
 ) -> list[Copy | None]:
-    """One copy of each block; None: no node with a copy has a route. Each
-    block assigned to a node raises that node's cost for the next block of the call. So a prefix
-    with two equal nodes comes half from each."""
+    """One copy of each block; None: no node with a copy has a route. Each block assigned to a node
+    raises that node's cost for the next block of the call. So two equal nodes that have all blocks
+    of a prefix send half of them each."""
     if all(len(copies) < 2 for copies in found):  # nearly always: no block has two copies
         return [copies[0] if copies and copies[0].node_id in routes else None for copies in found]
     ends_s = {node_id: route.cost_s(0) for node_id, route in routes.items()}

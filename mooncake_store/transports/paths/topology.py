@@ -1,12 +1,12 @@
 """Parses a host's /sys: memory, network cards, accelerators, and their closeness on the bus.
 
-A *tree* maps paths below /sys to their content: the text of a file, or "-> target" for a link, with
-its target below /sys too. host_topology.py reads a tree from a machine; recorded trees are in
-tests/data.
+A *tree* maps paths below /sys to their content: the text of a file, or "-> TARGET" for a link.
+TARGET is a path below /sys too. host_topology.py reads a tree from a machine; tests/data has
+recorded trees.
 
 The closeness of two devices is what they share on the way to the CPU: a PCI switch, a host bridge,
-a NUMA node, or nothing. A missing or impossible entry never fails: it is listed in `problems`, and
-the device shares nothing.
+a NUMA node, or nothing. A missing or impossible entry raises no error. It is listed in
+Topology.problems, and counts as unknown.
 
 Not here: reading files (host_topology.py), the cost of a path between hosts (path_cost.py).
 """
@@ -34,7 +34,7 @@ _GPU_VENDORS = ("0x10de", "0x1002")
 
 
 class Closeness(enum.IntEnum):
-    """What two devices share; smaller is closer."""
+    """The nearest thing that two devices share; smaller is closer."""
 
     SWITCH = 0
     BRIDGE = 1
@@ -59,7 +59,7 @@ class Nic:
     bits_per_s: int  # 0: not reported
     is_up: bool
     numa_node: int  # -1: unknown
-    pci: tuple[str, ...]  # from the host bridge to the device
+    pci: tuple[str, ...]  # addresses from the host bridge to the device; (): unknown
 
     @property
     def has_rdma(self) -> bool:
@@ -68,10 +68,10 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    address: str  # PCI
-    vendor: str
-    numa_node: int
-    pci: tuple[str, ...]
+    address: str  # on the PCI bus
+    vendor: str  # PCI id, as in "0x10de"
+    numa_node: int  # -1: unknown
+    pci: tuple[str, ...]  # as in Nic
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +82,21 @@ class Topology:
     problems: tuple[str, ...]  # entries of the tree that are missing or invalid
 
     def near_numa(self, number: int) -> tuple[str, ...]:
-        """The closest cards to memory of this NUMA node."""
+        """Names of the cards that are closest to this NUMA node: on the node, else all."""
         return _closest((nic, nic.numa_node != number) for nic in self._best())
 
     def near_gpu(self, gpu: Gpu) -> tuple[str, ...]:
         return _closest((nic, closeness(nic, gpu)) for nic in self._best())
 
     def _best(self) -> list[Nic]:
-        """Cards that work. If any has RDMA, only those: the others carry control traffic."""
+        """Cards that work. If any has RDMA, only RDMA cards: the others carry control traffic."""
         working = [nic for nic in self.nics if nic.is_up]
         return [nic for nic in working if nic.has_rdma] or working
 
     def ucx_net_devices(self, cpus: Iterable[int]) -> str:
-        """UCX_NET_DEVICES for a process on these CPUs; "" if there is no RDMA. Contains the RDMA
-        ports close to the NUMA nodes of these CPUs, and interfaces for TCP, so that peers without
-        RDMA can be reached (UCX prefers RDMA by itself). Never a port that is down."""
+        """UCX_NET_DEVICES for a process on these CPUs; "" if there is no RDMA. Lists the working
+        RDMA ports close to the NUMA nodes of these CPUs. Also lists interfaces for TCP, so that
+        peers without RDMA can be reached (UCX prefers RDMA by itself)."""
         nodes = {node.number for node in self.numa_nodes if set(node.cpus) & set(cpus)}
         working = [nic for nic in self.nics if nic.is_up]
         rdma = [nic for nic in working if nic.has_rdma]
@@ -108,7 +108,7 @@ class Topology:
         return ",".join([*ports, *(plain or [nic.interface for nic in close if nic.interface])])
 
     def as_dict(self) -> dict[str, object]:
-        """For NodeInfo.topology, readable without this file."""
+        """The topology as JSON values, for NodeInfo.topology."""
         nodes = [
             {
                 "node": node.number,
@@ -179,7 +179,7 @@ class _Reader:
 
     def __init__(self, tree: Mapping[str, str]) -> None:
         self._tree = tree
-        self.only_node = -1  # the NUMA node of a host with one; its devices need not name it
+        self.only_node = -1  # the host's only NUMA node, taken for every device; -1: not just one
         self.problems: list[str] = []
 
     def names(self, folder: str) -> list[str]:
@@ -280,7 +280,7 @@ def expand(cpulist: str) -> tuple[int, ...]:
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """mlx5_2 before mlx5_10."""
+    """Sort key with numbers in numeric order: mlx5_2 before mlx5_10."""
     return tuple(
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
     )
