@@ -410,7 +410,7 @@ class IndexView:
         buckets = np.stack([first, second], axis=1)
         tags = self._buckets[buckets, 0, :WAYS]
         number, which, way = np.nonzero(tags == (hashed | np.uint64(1))[:, None, None])
-        # a copy, because the writer may change the table meanwhile
+        # a copy, because the writer may change the table at any time
         entries = self._buckets[buckets[number, which], way + 1]
         is_theirs = (entries[:, :2] == pairs[number]).all(axis=1)
         raw, size = entries.tobytes(), _ENTRY_WORDS * _WORD

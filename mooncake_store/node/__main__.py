@@ -29,10 +29,10 @@ from mooncake_store.wire.port_options import add_port_options, apply_insecure
 
 log = logging.getLogger("mooncake_store.node")
 REPORT_S = 1.0  # seconds between two reports to the directory
-# seconds until the next report after an unanswered one, so that a new leader is found soon
+# seconds from an unanswered report to the next one, so that a new leader is found soon
 SILENT_RETRY_S = 0.2
 ROOM_LOOK_S = 0.1  # seconds between attempts to allocate the segment
-# seconds, per inventory message; for a million blocks the directory needs 10 s for the last message
+# timeout of an inventory message; with a million blocks the last message takes 10 s
 INVENTORY_S_MAX = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -186,8 +186,8 @@ def _numa(parser: argparse.ArgumentParser, text: str | None, files: int) -> tupl
 class StopSignals:
     """SIGTERM and SIGINT, recorded in a pipe, so that no handler interrupts other code.
 
-    A signal mask with sigtimedwait is not enough: numpy's threads start earlier, without the mask.
-    The kernel would deliver the signal to such a thread, and the process would exit.
+    A signal mask with sigtimedwait is not enough: numpy starts threads before the mask is set. The
+    kernel would deliver the signal to such a thread, and the process would exit.
     """
 
     def __init__(self) -> None:
@@ -198,14 +198,14 @@ class StopSignals:
             signal.signal(number, lambda *_: None)
 
     def raise_one(self) -> None:
-        """Simulate a signal, from any thread."""
+        """Simulate a signal. May be called from any thread."""
         os.write(self._write_end, b"\0")
 
     def wait(self, seconds: float) -> bool:
         """True if a signal has arrived since the start, or arrives within `seconds`. The pipe is
-        never drained, so True stays. Uses poll(2), because its timeout continues while the process
-        is stopped. select(2) would wait for the remaining time, and a resumed node must report at
-        once to count as alive."""
+        never drained, so all later calls return True. A node that SIGSTOP stopped must report at
+        once when it continues. So poll(2) is used: its timeout runs on while the process is
+        stopped, but that of select(2) does not."""
         poll = select.poll()
         poll.register(self._read_end, select.POLLIN)
         return bool(poll.poll(1000 * seconds))
@@ -215,8 +215,8 @@ def started(
     options: NodeOptions, clients: Clients, stop: StopSignals, room_s_max: float
 ) -> StorageNode | None:
     """Start the node as soon as there is memory for its segment; None if a signal arrives first.
-    The memory of a dead incarnation is freed when the last process unmaps it. StoreError: the node
-    cannot start."""
+    The memory of a dead incarnation is freed only when the last process has unmapped it.
+    StoreError: the node cannot start."""
     began_s = time.monotonic()
     while True:
         waited_s = time.monotonic() - began_s
@@ -241,8 +241,8 @@ def started(
 
 
 def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float) -> int:
-    """Serve until a signal (returns 0). Returns 1 if the node cannot start, or if the directory
-    rejects it because a newer process replaced it."""
+    """Serve until a signal arrives, then return 0. Returns 1 if the node cannot start, or if the
+    directory rejects the node, for example because a newer process replaced it."""
     node_id = options.node_id
     with (
         DirectoryClient(address) as reports,
@@ -278,7 +278,7 @@ def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Process entry. Exits with os._exit: UCX's own exit handlers may crash (see nixl_agent)."""
+    """Run the process. Exits with os._exit: UCX's exit handlers may crash (nixl_agent.py)."""
     stop = StopSignals()
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     status = 1
     try:
         status = run(arguments.directory, options, stop, arguments.room_s_max)
-    except Exception:  # process edge: log the cause and exit with os._exit
+    except Exception:  # outermost frame: log the cause and exit with os._exit
         log.exception("node_id=%s exits", options.node_id)
     sys.stdout.flush()
     sys.stderr.flush()

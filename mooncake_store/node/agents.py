@@ -1,9 +1,9 @@
 """The NIXL agents of a storage node: one shared agent, and one per selected network card.
 
 The shared agent serves this host and, by default, other hosts too. A card has an agent of its own
-if this host has several cards to other hosts. The same holds if the operator names the cards that
-may carry KV (MOONCAKE_TRUSTED_NICS, see nic_choice.py). A node whose directory is reachable only
-from this host needs no such agents, unless cards are named.
+if several cards lead to other hosts, or if the operator names the cards that may carry KV
+(MOONCAKE_TRUSTED_NICS, see nic_choice.py). If only this host can reach the directory, only named
+cards get agents.
 
 A card that is down at the start of the node has no agent until the next start.
 
@@ -26,7 +26,7 @@ log = logging.getLogger("mooncake_store.node")
 
 @dataclass(frozen=True, slots=True)
 class OpenAgents:
-    """The addresses of the agents for clients, and the functions that close the agents."""
+    """What clients need to reach the agents, and the functions that close the agents."""
 
     name: str = ""
     metadata: bytes = b""
@@ -40,7 +40,7 @@ class OpenAgents:
 
 
 def open_agents(name: str, address: int, size_bytes: int, has_other_hosts: bool) -> OpenAgents:
-    """Open all agents. `name` is unique over time. NixlUnavailable without a shared agent."""
+    """Open all agents. `name` must never be reused. NixlUnavailable: the shared agent failed."""
     network = host_data_network()
     shared = NodeAgent(name, address, size_bytes, AgentDevices(network.shared_devices))
     closers = [shared.close]

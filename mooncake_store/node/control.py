@@ -1,15 +1,14 @@
 """Control socket of a storage node: a ROUTER socket and a small thread pool.
 
-One thread owns the ROUTER socket and only moves messages, so a slow disk never delays a ping. A
-pool does the work. At most REQUESTS_MAX requests wait; further requests are rejected at once,
-because a client that waits in vain recomputes its blocks later than it could. ZeroMQ drops an
+One thread owns the ROUTER socket and only moves messages. A pool of THREADS threads carries out the
+requests. At most REQUESTS_MAX requests are accepted and not yet answered. Further requests are
+rejected at once, so that their clients can recompute the blocks without delay. ZeroMQ drops an
 answer whose client is gone.
 
-The verb `load` restores blocks from the SSD to the segment. The client has allocated their slots
-and commits them afterwards. The node writes the slot headers, because only the node detects when
-the bytes are complete. A slot whose header has a newer generation than the request belongs to
-another writer by now and is left alone. The verb `fetch` copies blocks of other nodes to this node
-(puller.py).
+The verb `load` restores blocks from the SSD to the segment. The client has allocated the slots and
+commits the blocks afterwards. The node writes the slot headers, because only the node detects when
+the bytes are complete. A slot whose header has a newer generation than the request now belongs to
+another writer and is not changed. The verb `fetch` copies blocks of other nodes to this node.
 
 Not here: the messages (wire/node_protocol.py), the disk (ssd/).
 """
@@ -43,14 +42,14 @@ from mooncake_store.wire.request_reply import Responder, listening
 
 THREADS = 4
 REQUESTS_MAX = 256  # requests accepted and not yet answered
-GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory lists a copy that does not exist
+GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory must remove the copy on the SSD
 
 
 class NodeControl:
-    """Listens from construction on, answers from serve() until close()."""
+    """Receives requests from construction on, and answers them from serve() until close()."""
 
     def __init__(self, address: str) -> None:
-        """RequestInvalid when the address cannot be bound. Port 0: a free one, see `address`."""
+        """RequestInvalid: the address cannot be bound. Port 0: any free port (`self.address`)."""
         self._responder: Responder[AnyControl] = Responder(get_args(AnyControl), "node")
         self._context = zmq.Context()
         try:
@@ -74,7 +73,7 @@ class NodeControl:
         self._thread: threading.Thread | None = None
 
     def serve(self, answer: Callable[[AnyControl, float], object]) -> None:
-        """Answer with `answer(request, monotonic time of arrival)`, from several threads."""
+        """Start to call `answer(request, arrival by time.monotonic())`, from several threads."""
         self._answer = answer
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
@@ -117,7 +116,7 @@ class NodeControl:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Stop listening; answers of unfinished work are lost. Idempotent."""
+        """Answer the requests that threads carry out now; drop waiting requests. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -136,17 +135,17 @@ class NodeControl:
 
 @dataclass(eq=False)
 class NodeVerbs:
-    """Answers requests; called from several threads."""
+    """Carries out requests; called from several threads."""
 
     _info: NodeInfo
     _memory: SlotMemory
     _directory: DirectoryClient
-    _tier: Callable[[], SsdTier | None]
+    _tier: Callable[[], SsdTier | None]  # the open SSD tier, if any
     _puller: Puller
     _stats: Callable[[], NodeStats]
-    _leave: Callable[[], None]
-    _epoch: Callable[[], int]  # of the directory that this node is registered with
-    restores_missed: int = 0
+    _leave: Callable[[], None]  # ends the process
+    _epoch: Callable[[], int]  # epoch of the directory that this node is registered with
+    restores_missed: int = 0  # blocks that `load` requests named and did not get
 
     def answer(self, request: AnyControl, arrived_s: float) -> object:
         """The reply to a request that arrived at `arrived_s` (monotonic)."""
@@ -186,7 +185,7 @@ class NodeVerbs:
                     f"{self._info.node_id} ({self._memory.shape.units} units)"
                 )
         taken = [block for block in blocks if tier is not None and self._take(block, until_s)]
-        self._refuse_epoch(epoch)  # a later directory finds these slots marked as being written
+        self._refuse_epoch(epoch)  # else, any later inventory has these headers (registration.py)
         outcomes = self._restore(tier, taken, until_s) if tier else []
         whole = set()
         for block, (outcome, layers) in zip(taken, outcomes, strict=True):
@@ -202,7 +201,7 @@ class NodeVerbs:
                 self._memory.write_header(block.slot, header)
                 whole.add(block.slot)
             elif outcome in GONE:
-                with contextlib.suppress(StoreError):  # the next reader reports it again
+                with contextlib.suppress(StoreError):  # the next reader reports the copy again
                     self._directory.drop_copy(
                         block.key, self._info.node_id + SSD_SUFFIX, block.ssd_generation
                     )
@@ -210,7 +209,7 @@ class NodeVerbs:
         return [block.slot in whole for block in blocks]
 
     def _take(self, block: Restore, until_s: float) -> bool:
-        """Mark the slot as being written, unless a newer generation is in it."""
+        """Write a "writing" header. False: the slot has a newer generation and is not changed."""
         if self._memory.is_newer(block.slot, block.generation):
             return False
         lease_s = max(0.0, until_s - time.monotonic()) + LEASE_MARGIN_S

@@ -1,17 +1,17 @@
-"""Maintains this host's replica of the directory's index: applies events to a shared table.
+"""Maintains the index replica of this host: applies the directory's events to a shared table.
 
 Several storage nodes of one host may belong to one directory. The node that first locks the table's
 file writes the table (index_table.py); the others retry the lock once a second.
 
-Blocks from before the first event come from the directory page by page, between the events, so each
-page occupies the directory only for milliseconds. Until a page has arrived, readers query the
-directory. A missed event (a gap, another leader) empties the table and restarts it.
+Blocks from before the first event are requested page by page, between the events, so each page
+occupies the directory only for milliseconds. Readers query the directory for blocks of later pages.
+After a missed event (a gap, another leader) the table is emptied and filled again.
 
 One thread applies both pages and events. An event later than a page is therefore applied after the
 page, and an earlier event is already part of the page.
 
-The table holds copies in DRAM only. The writer stamps the table after it has applied all received
-events and the directory has sent a message recently. Readers ignore a table with an old stamp.
+The table lists copies in DRAM only. When all received events are applied, and the directory is not
+silent, the writer stamps the table with the time. Readers ignore a table with an old stamp.
 
 Not here: the table (memory/index_table.py), subscribing (event_feed.py).
 """
@@ -39,12 +39,12 @@ from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 
 log = logging.getLogger("mooncake_store.node")
 LOOK_S = 1.0  # seconds between attempts to lock the table
-PAGE_BLOCKS = 8_192
-SILENT_S_MAX = 2.5  # the directory sends a heartbeat each second
+PAGE_BLOCKS = 8_192  # blocks per page
+SILENT_S_MAX = 2.5  # silence that ends the stamping; the directory sends a heartbeat each second
 
 
 class IndexWriter:
-    """Runs in its own threads until `close`."""
+    """Writes the table in threads of its own until `close`, whenever no other node writes it."""
 
     def __init__(self, info: NodeInfo, address: str, events_address: str) -> None:
         """`address` and `events_address` of the directory."""
@@ -52,7 +52,7 @@ class IndexWriter:
         self._addresses = address, events_address
         self._directory = DirectoryClient(address)
         self._hosts: dict[str, str] = {}  # node_id -> host_id
-        self._next_page: int | None = None  # number of the next block to load; None: all are loaded
+        self._next_page: int | None = None  # first block of the next page; None: all are loaded
         self._table: IndexTable | None = None
         self._feed: EventFeed | None = None
         self._stop = threading.Event()
@@ -111,7 +111,7 @@ class IndexWriter:
             self._table.put(key, copy, is_local)
 
     def _heard(self, by_s: float) -> None:
-        """Called when all events received by `by_s` are in the table."""
+        """All events received by `by_s` (boot_clock.py) are applied: stamp, and load a page."""
         table, feed = self._table, self._feed
         if table is None or feed is None or feed.silent_s() > SILENT_S_MAX:
             return

@@ -1,8 +1,8 @@
 """Prometheus metrics of a storage node, and of any process that reads from the store.
 
-One-sided reads of a node's memory (mapped, RDMA, CMA) cannot be counted by the node, because its
-process takes no part. The reading process counts its own reads. ReaderCollector shows those of a
-storage node; workers have their own page (backends/workers/metrics.py).
+A node cannot count one-sided reads of its memory (mapped, RDMA, CMA), because its process takes no
+part. The reading process counts its own reads. ReaderCollector exports the reads of a storage node;
+workers have their own page (backends/workers/metrics.py).
 
 Not here: HTTP (metrics_page.py), the source of the numbers (spiller.py, ssd/, tcp_server.py).
 """
@@ -28,7 +28,7 @@ Answer = Callable[[AnyControl, float], object]  # (request, monotonic time of ar
 
 @dataclass(eq=False)
 class NodeCollector(Collector):
-    """Each scrape calls `_stats` and `_served` in the HTTP thread of the page."""
+    """A node's own metrics. Each scrape calls `_stats` and `_served` in an HTTP thread."""
 
     _stats: Callable[[], NodeStats]
     _served: Callable[[], Mapping[str, TransferCounters]] = dict
@@ -43,7 +43,7 @@ class ReaderCollector(Collector):
     node."""
 
     def __init__(self, nodes: Callable[[], KnownNodes | None]) -> None:
-        """`nodes` returns None until the process has read from the store."""
+        """`nodes` returns None until the process first reads from the store."""
         self._nodes = nodes
 
     def collect(self) -> Iterable[Metric]:
@@ -121,8 +121,7 @@ def _rows(counted: Mapping[str, object], **attributes: str) -> Rows:
 def nic_families(
     prefix: str, counted: Mapping[str, NicCounters], agents_given_up: int
 ) -> Iterator[Metric]:
-    """Traffic of each network card that has its own NIXL agent. Yields nothing if no card has
-    one."""
+    """Traffic of each network card that has its own NIXL agent; nothing without such cards."""
     if not counted:
         return
     items = sorted(counted.items())

@@ -1,22 +1,22 @@
-"""Storage node: the process that owns a memory segment and optionally an SSD.
+"""Storage node: the process that owns a memory segment and optionally an SSD tier.
 
 python -m mooncake_store.node --node-id s0 --directory ipc:///tmp/directory --segment-bytes N \\
     --segment-path /dev/shm/mooncake-s0 [--ssd-path FOLDER --ssd-bytes N]
 
 Workers of this node map the segment. Workers of other nodes read it one-sided, served by the C++
 thread of the NIXL agent. KV therefore outlives a worker. The tasks of the Python code:
-1. Report every second for the segment ("s0") and for the SSD ("s0/ssd"), and send the inventory to
-   a directory that does not list the node (registration.py). The incarnation names this process and
-   stays the same. A node that a newer process with the same name replaced exits.
+1. Report to the directory every second, for the segment ("s0") and for the SSD ("s0/ssd"). A
+   directory that does not list them receives an inventory of their blocks (registration.py). The
+   node exits if a newer process has registered under its name.
 2. Copy cold blocks to the SSD (spiller.py).
 3. Answer requests on the control socket (control.py).
 4. Maintain the index replica that readers of this host map (index_writer.py).
 5. Serve plain TCP for clients without NIXL, if configured (tcp_server.py).
 
-A full or broken disk, at start or later, costs only the SSD tier: the node serves from DRAM and
-retries each minute. Only a fault that an operator must correct stops the start (SsdRefused).
+With a full or broken disk, at start or later, the node serves from DRAM and retries each minute.
+Only a fault of the SSD that an operator must correct stops the node (SsdRefused).
 
-Not here: options and signals (__main__.py), the contents of the segment (directory.py).
+Not here: options and signals (__main__.py), the choice of slots for blocks (directory/).
 """
 
 from __future__ import annotations
@@ -62,38 +62,38 @@ class NodeOptions:
 
     node_id: str
     segment_path: str  # paths of one or more files, joined by ":"
-    segment_bytes: int
+    segment_bytes: int  # of all files together
     segment_numa: tuple[int, ...] = ()  # NUMA node per file; empty: no binding
-    unit_bytes: int = UNIT_BYTES
-    is_mapped_only: bool = False
+    unit_bytes: int = UNIT_BYTES  # of allocation; a power of two
+    is_mapped_only: bool = False  # whether only processes of this host can read, without NIXL
     ssd_folder: str = ""  # "" without an SSD
-    ssd_bytes: int = 0
-    ssd_io: str = "nixl"
-    must_reset_ssd: bool = False
-    control: str = ""  # "" without a control socket
+    ssd_bytes: int = 0  # size of the block file, a multiple of unit_bytes; 0 without an SSD
+    ssd_io: str = "nixl"  # "nixl" | "threads"
+    must_reset_ssd: bool = False  # whether to discard the blocks in ssd_folder
+    control: str = ""  # address to bind the control socket to; "" for none
     data: str = ""  # HOST:PORT of the segment's plain TCP server; "" for none
     advertised: str = ""  # "CONTROL,DATA" as clients reach them; "": the bound addresses
-    rack: str = ""
+    rack: str = ""  # operator's label; nodes with the same label have a short network path
     directory: str = ""  # address of the directory's requests
-    events: str = ""  # address of its event stream; "" if elected, or without a replica
+    events: str = ""  # address of the event stream; "": elected directory, or no index replica
     has_other_hosts: bool = False  # whether other hosts can reach the directory
     metrics_port: int = 0  # 0: no Prometheus page
     metrics_address: str = LOOPBACK
 
 
 class Clients(NamedTuple):
-    """Clients of one directory; separate, so that no thread waits for the answer to another."""
+    """Connections to the directory; separate, so that no task waits for the reply to another."""
 
     reports: DirectoryClient
-    inventories: DirectoryClient  # with a long timeout
+    inventories: DirectoryClient  # with a timeout that suits large inventories
     background: DirectoryClient  # for spilling and the control socket
 
 
 class StorageNode:
-    """A storage node, from start to exit."""
+    """A storage node. It serves from construction to close(); report() must be called often."""
 
     def __init__(self, options: NodeOptions, clients: Clients, leave: Callable[[], None]) -> None:
-        """`leave` ends the process."""
+        """`leave` must end the process; it is called when a client sends the request `leave`."""
         self.options = options
         self._clients = clients
         self._closers: list[Callable[[], None]] = []  # last opened, first closed
@@ -208,7 +208,7 @@ class StorageNode:
         options = self.options
         if options.is_mapped_only:
             return OpenAgents()
-        # NIXL peers reject a known name, so a restart needs a new one.
+        # NIXL peers reject an agent name that they know, so each incarnation needs a new one.
         name = f"{options.node_id}#{self._incarnation}"
         segment = self._segment.address, options.segment_bytes
         try:
@@ -238,7 +238,7 @@ class StorageNode:
     # ---- the SSD
 
     def _open_tier(self) -> None:
-        """Open the SSD tier if configured. SsdRefused when the options must change."""
+        """Open the SSD tier if configured. SsdRefused: the options must change."""
         options = self.options
         if not options.ssd_folder:
             return
@@ -296,8 +296,8 @@ class StorageNode:
     # ---- every second
 
     def report(self) -> bool:
-        """Report to the directory, and register if necessary; whether the directory has answered.
-        RequestInvalid when a newer process has registered under this node id."""
+        """Report to the directory, and register if necessary. True if the directory has answered.
+        RequestInvalid: for example, a newer process has registered under this node id."""
         is_wished = self.options.ssd_folder and self._tier is None
         if is_wished and time.monotonic() >= self._tier_retry_s:
             self._open_tier()
@@ -340,18 +340,18 @@ class StorageNode:
         )
 
     def _epoch(self) -> int:
-        """The epoch of the directory that this node is registered with; 0 before it is."""
+        """The epoch of the directory that this node registered with; 0 before the first time."""
         return self._registrations[0].epoch if self._registrations else 0
 
     def _served(self) -> dict[str, TransferCounters]:
-        """Counters of this process's own transfers; one-sided transfers do not pass through it."""
+        """Counters of the plain TCP server. One-sided transfers cannot be counted here."""
         return {"tcp": self._data.counters} if self._data else {}
 
     def _deregister(self) -> None:
         try:
             for registration in self._registrations:
                 registration.close()
-        except StoreError as error:  # the directory removes the node without reports
+        except StoreError as error:  # without reports the directory removes the node
             log.warning("node_id=%s not deregistered: %s", self.options.node_id, error)
 
     def close(self) -> None:

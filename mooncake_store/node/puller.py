@@ -1,8 +1,8 @@
 """Copies blocks of other nodes into this node on request (control verb `fetch`).
 
-The puller runs the client's read path (BlockReader, Fetcher) in a storage node. Replicas, moves and
-drains are pulled one-sided by the receiving node, so the source node takes no part. The transports
-are opened at the first pull, so a node without pulls has no second NIXL agent.
+The puller runs the client's read path (BlockReader, Fetcher) in a storage node. To replicate, move
+or drain blocks, the receiving node reads them one-sided, so the source node takes no part. The
+transports are opened at the first pull, so a node without pulls has no second NIXL agent.
 
 Not here: the transfer of a batch (fetcher.py), the decision to copy (replicas.py).
 """
@@ -28,11 +28,11 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 
 log = logging.getLogger("mooncake_store.node")
-LEASE_MARGIN_S = 10.0
+LEASE_MARGIN_S = 10.0  # leases end this long after the deadline of the pull
 
 
 class Puller:
-    """Thread-safe."""
+    """All pulls of one storage node. Thread-safe."""
 
     def __init__(self, info: NodeInfo, memory: SlotMemory, directory: DirectoryClient) -> None:
         self.blocks = 0  # number of blocks pulled so far
@@ -50,7 +50,7 @@ class Puller:
         return self._opened and self._opened[0]
 
     def pull(self, keys: Sequence[bytes], copies: Sequence[Copy], until_s: float) -> list[bool]:
-        """Pull these blocks; whether each of them is in this node's DRAM afterwards."""
+        """Pull keys[i] from copies[i]; True for each block that is then in this node's DRAM."""
         nodes, restorer, headers = self._open()
         key_of = dict(zip(copies, keys, strict=True))
 

@@ -1,9 +1,9 @@
-"""Registration of one holder: register, send the inventory, report every second.
+"""Registration of one holder, which is the DRAM or the SSD of a node, with the directory.
 
-A directory that has dropped the holder answers a report with `false`, and another or restarted one
-with EpochPassed. The holder then registers again under the same incarnation and sends its inventory
-in batches before it takes new blocks. An interrupted inventory restarts with a new registration, so
-that the directory never uses half of one.
+A directory that has dropped the holder answers a report with `false`. A restarted or newly elected
+directory answers with EpochPassed. The holder then registers again under the same incarnation and
+sends its inventory, a list of its blocks, in batches. Before the last batch it takes no new blocks.
+An interrupted inventory starts again with a new registration, so it is used completely or not.
 
 Not here: the contents of a holder (slot_memory.py, ssd/), the time of each report (node.py).
 """
@@ -30,15 +30,15 @@ class Registration:
     info: NodeInfo  # with has_inventory
     _directory: DirectoryClient
     _patient: DirectoryClient  # with a long timeout, for inventories
-    _blocks: Callable[[], Sequence[Block]]
-    _is_known: bool = False  # whether the directory lists the holder, as far as known
-    _is_open: bool = False  # whether the directory has the inventory
-    _is_refused: bool = False  # whether it rejected the inventory; the next one is then empty
+    _blocks: Callable[[], Sequence[Block]]  # the blocks of the holder now
+    _is_known: bool = False  # whether the holder has registered and not deregistered
+    _is_open: bool = False  # whether the directory has the complete inventory
+    _is_refused: bool = False  # whether the directory rejected it; the next one is then empty
     epoch: int = 0  # of the last directory that the holder registered with
 
     def report(self) -> None:
-        """Report that the holder is alive; register if necessary. RequestInvalid: it may not, since
-        a newer process has this node id, for example. Other StoreErrors: call again later."""
+        """Report that the holder is alive; register if necessary. RequestInvalid: it is rejected,
+        for example because a newer process has this node id. Other StoreErrors: call again."""
         info = self.info
         if self._is_open and self._is_still_known():
             return
@@ -47,8 +47,8 @@ class Registration:
         elif self._is_known:  # an inventory was interrupted
             self._directory.deregister_node(info.node_id, info.incarnation)
         self._is_open = False
-        # Set before the inventory is read. A writer checks the epoch after it has marked its slot.
-        # So if it found the old epoch, the inventory contains its mark (control.py).
+        # Set before the inventory is read. A writer checks the epoch after it wrote its header. If
+        # the writer found the old epoch, the inventory therefore has that header (control.py).
         self.epoch = self._directory.register_node(info)
         self._is_known = True
         self._send_inventory()
@@ -66,9 +66,9 @@ class Registration:
             raise
 
     def _is_epoch_lost(self) -> bool:
-        """Whether the leader has a smaller epoch than this registration. Elected epochs only grow,
-        so etcd has lost the counter or an operator has reset it. The directory of this registration
-        will never lead again."""
+        """Whether the leader has a smaller epoch than this registration. Epochs of leaders only
+        grow unless etcd loses the counter or an operator resets it. The directory of this
+        registration will then never lead again."""
         try:
             return self._directory.is_elected and self._directory.leader().epoch < self.epoch
         except StoreUnavailable:  # no directory leads

@@ -25,9 +25,9 @@ from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, BlockJob, SsdTier
 
 log = logging.getLogger("mooncake_store.node")
 BLOCKS_MAX = 64  # blocks per batch
-LEASE_S = 2 * WRITE_S_MAX
-IDLE_S = 0.5  # delay between requests without work
-DELAY_S_MAX = 30.0  # upper bound of the delay while no offered block can be kept
+LEASE_S = 2 * WRITE_S_MAX  # lease on the SSD slots of a batch
+IDLE_S = 0.5  # seconds from a request without work to the next one
+DELAY_S_MAX = 30.0  # upper bound of this delay, which doubles while no offered block can be stored
 
 
 @dataclass
@@ -40,7 +40,7 @@ class SpillCounters:
 
 
 class Spiller:
-    """One thread; step() spills one batch. `tier` is called each time: the tier may close."""
+    """A thread that calls step() for each batch. `tier` returns the SSD tier if it is open now."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Spiller:
         self._incarnation = incarnation
         self._directory, self._memory, self._tier = directory, memory, tier
         self._batch = 0
-        self.delay_s = IDLE_S  # delay before the next request, unless more work is known
+        self.delay_s = IDLE_S  # seconds until the next request if no more work is known
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -93,7 +93,7 @@ class Spiller:
         return len(spills) == BLOCKS_MAX and tier.is_writable and not is_in_vain
 
     def _copy(self, tier: SsdTier, spills: Sequence[Spill]) -> dict[int, SsdEntry]:
-        """Write these blocks; the entries that are now on the SSD, by index."""
+        """Write these blocks to the SSD; returns the stored entries by index in `spills`."""
         jobs: dict[int, BlockJob] = {}
         for index, spill in enumerate(spills):
             entry = self._verified(spill)
@@ -124,8 +124,8 @@ class Spiller:
         return self._memory.is_ready(spill.slot, spill.generation, spill.key)
 
     def _commit(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
-        """Commit the written copies and abandon the other slots. After a failure the manifest has
-        blocks that the directory lacks; they are in the next inventory, or are overwritten."""
+        """Commit the stored copies and abandon the other slots. After a failure the manifest has
+        blocks that the directory lacks. The next inventory has them, if not overwritten before."""
         rows = [
             (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
         ]
