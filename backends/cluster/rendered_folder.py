@@ -27,6 +27,11 @@ from backends.cluster.model_rendering import (
 MANIFEST = "manifest.json"
 
 
+def is_rendered(repository: Path) -> bool:
+    """The repository was rendered for one host of a deployment, so it need not have both roles."""
+    return (repository.resolve().parent / MANIFEST).exists()
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """How a model on disk differs from the rendering of the current cluster file."""

@@ -7,12 +7,14 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from backends.cluster.rendered_folder import is_rendered
 from backends.config_pbtxt import WorkerConfig
 from backends.doctor.host_facts import read_host
 from backends.doctor.judgement import BROKEN, Finding, broken, host_findings, note, skew_findings
@@ -102,7 +104,8 @@ def doctor(
 def repository_findings(
     repository: Path, texts: Mapping[str, str], nodes: Sequence[str]
 ) -> Iterator[Finding]:
-    found = check_repository(texts, facts_beside(repository), nodes, versionless(repository, texts))
+    known = None if is_rendered(repository) else nodes
+    found = check_repository(texts, facts_beside(repository), known, versionless(repository, texts))
     for mistake in found.mistakes:
         yield broken("model repository", mistake, "edit it, or use `mooncake config set`")
     if not found.mistakes:
@@ -143,7 +146,7 @@ def system_findings(running: RunningSettings | None, metrics_url: str) -> Iterat
         return
     try:
         facts = read_running(running, metrics_url)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, HTTPException) as error:
         yield broken(
             "running system",
             f"{metrics_url} does not answer: {error}",

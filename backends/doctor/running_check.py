@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from typing import Any
 
 from backends.direct_http import DIRECTLY
@@ -168,7 +169,7 @@ def timed_request(http: str) -> FirstTokenTimed:
                     return FirstTokenTimed(seconds, str(said.get("error", "")))
     except urllib.error.HTTPError as error:
         return FirstTokenTimed(problem=f"status {error.code}: {error.read(500).decode()}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         return FirstTokenTimed(problem=f"no answer: {error}")
     return FirstTokenTimed(problem="the answer ended before its first token")
 

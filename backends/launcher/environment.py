@@ -190,15 +190,17 @@ def free_ports(
     host: str = "127.0.0.1",
 ) -> list[int]:
     """`count` distinct ports p of `host`, port_min <= p < port_max, free and not `promised` to a
-    process. Raises EnvironmentProblem if no process can listen at the address `host`."""
+    process. Raises EnvironmentProblem if the range has too few free ports, or if no process can
+    listen at the address `host`."""
     rng = random.SystemRandom()
     with contextlib.ExitStack() as held:
         ports: list[int] = []
-        while len(ports) < count:
-            listener = held.enter_context(socket.socket())
-            port = rng.randrange(port_min, port_max)
+        for port in rng.sample(range(port_min, port_max), port_max - port_min):
+            if len(ports) == count:
+                return ports
             if port in promised:
                 continue
+            listener = held.enter_context(socket.socket())
             try:
                 listener.bind((host, port))
             except OSError as error:
@@ -206,6 +208,11 @@ def free_ports(
                     raise EnvironmentProblem(f"no process can listen on {host}: {error}") from None
             else:
                 ports.append(port)
+    if len(ports) < count:
+        raise EnvironmentProblem(
+            f"{len(ports)} of {count} free ports of {host} from {port_min} to {port_max - 1} are "
+            "free: end other processes, or use another range"
+        )
     return ports
 
 

@@ -27,6 +27,7 @@ import time
 import urllib.error
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 
 from backends.cluster.host_plan import HostPlan, reached_at
@@ -407,7 +408,7 @@ def ready_by_http(address: str, model: str) -> bool | None:
             return bool(answer.status == 200)
     except urllib.error.HTTPError:
         return False
-    except OSError:
+    except (OSError, HTTPException):
         return None
 
 

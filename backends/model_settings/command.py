@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from backends.cluster.model_rendering import BYTES, CONFIG
-from backends.cluster.rendered_folder import MANIFEST
+from backends.cluster.rendered_folder import is_rendered
 from backends.errors import ConfigError
 from backends.metrics.status.readings import DEFAULT_METRICS_URL
 from backends.model_settings.checkpoint_facts import facts_beside
@@ -75,8 +75,7 @@ def check(
     A repository that was rendered for one host of a deployment need not have both roles.
     """
     texts = _texts(model_repository)
-    is_part = (model_repository.resolve().parent / MANIFEST).exists()
-    names = None if is_part else parse_nodes(nodes)
+    names = None if is_rendered(model_repository) else parse_nodes(nodes)
     found = check_repository(
         texts, facts_beside(model_repository), names, versionless(model_repository, texts)
     )

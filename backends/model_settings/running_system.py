@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from http.client import HTTPException
 from pathlib import Path
 
 import msgspec
@@ -78,7 +79,7 @@ def ask_at(metrics_url: str) -> Ask:
         try:
             with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
                 return msgspec.convert(json.load(answer), RunningSettings)
-        except (OSError, ValueError, msgspec.ValidationError):
+        except (OSError, ValueError, HTTPException, msgspec.ValidationError):
             return None
 
     return ask

@@ -271,7 +271,7 @@ def _distinct(names: Any) -> int:
 
 def _control_characters(value: Any) -> str:
     """The problem of a value with control characters, or "": the grammar allows no \\u escapes."""
-    is_good = not re.search(r"\\u00[01]", json.dumps(value, ensure_ascii=False))
+    is_good = not re.search(r"(?<!\\)(\\\\)*\\u00[01]", json.dumps(value, ensure_ascii=False))
     return "" if is_good else "control characters are not supported"
 
 

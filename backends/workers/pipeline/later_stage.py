@@ -141,6 +141,7 @@ class StageWorker:
         """Leave the group. Its requests resume on other workers."""
         with self._lock:
             self._is_closing, self._newest_epoch = True, ""
+            self._lock.notify_all()
         self._tasks.put(self._lose_place)
         self._tasks.put(None)
         self._thread.join(timeout=timeout_s)
@@ -232,15 +233,14 @@ class StageWorker:
         try:
             if wanted.epoch == self._newest_epoch:
                 blocks = self._loader.load_copies(wanted.copies, wanted.pages)
-            # Stage 0 uses the pages after the answer, so a read past its deadline must end first.
-            while self._loader.pending_pages().intersection(wanted.pages):
-                time.sleep(LATE_READ_WAIT_S)
         except Exception:  # Catch all: the prefix is computed again
             log.exception("%s: loading a prefix failed", self._name)
-        finally:
-            with self._lock:
-                self._loads -= 1
-                self._lock.notify_all()
+        # Stage 0 uses the pages after the answer, so a read past its deadline must end first.
+        while self._loader.pending_pages().intersection(wanted.pages):
+            time.sleep(LATE_READ_WAIT_S)
+        with self._lock:
+            self._loads -= 1
+            self._lock.notify_all()
         self._answer(PrefixLoaded(wanted.epoch, self.config.pipeline_stage, wanted.number, blocks))
 
     def _answer(self, message: WorkerMessage) -> None:

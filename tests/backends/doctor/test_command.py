@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from backends.doctor.command import doctor
+from backends.cluster.rendered_folder import MANIFEST
+from backends.doctor.command import doctor, repository_findings
 from backends.doctor.judgement import BROKEN
-from backends.launcher.environment import free_ports
+from backends.doctor.running_check import timed_request
+from backends.launcher.environment import EnvironmentProblem, free_ports
+from backends.model_settings.running_system import ask_at
 
 
 @pytest.mark.servers  # storage nodes, to see how fast bytes move
@@ -44,3 +50,46 @@ def test_a_port_that_openais_interface_cannot_have_is_found_before_the_start() -
     assert f"openai port 127.0.0.1:{taken} cannot be used" in found[0]["what"]
     assert "--openai-port" in found[0]["what"]
     assert answer.exit_code == 1
+
+
+@pytest.fixture
+def not_http() -> Iterator[str]:
+    """HOST:PORT of a server that answers every connection with a line that is not HTTP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.recv(4096)
+                    connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        server = threading.Thread(target=answer)
+        server.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        server.join()
+
+
+def test_a_port_that_does_not_speak_http_is_reported_without_a_traceback(not_http: str) -> None:
+    assert ask_at(f"http://{not_http}/metrics")() is None
+    assert "no answer" in timed_request(not_http).problem
+
+
+def test_a_repository_that_was_rendered_for_one_host_need_not_have_both_roles(
+    tmp_path: Path,
+) -> None:
+    repository = tmp_path / "model_repository"
+    (repository / "decode_0" / "1").mkdir(parents=True)
+    (tmp_path / MANIFEST).write_text("{}")
+    text = Path("model_repository/decode_0/config.pbtxt").read_text()
+    found = list(repository_findings(repository, {"decode_0": text}, ("s0", "s1")))
+    assert [each.state for each in found] != [BROKEN], found
+
+
+def test_a_range_of_ports_without_enough_free_ones_is_named() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"of 3 free ports of 127\.0\.0\.1 from 20000 to 20001"):
+        free_ports(3, (), 20_000, 20_002)

@@ -155,6 +155,11 @@ def test_logits_without_a_token_are_never_allowed() -> None:
     assert allowed.any() and not allowed[TOKENIZER.vocabulary_tokens :].any()
 
 
+def test_a_text_that_only_looks_like_the_escape_of_a_control_character_is_allowed() -> None:
+    value = r"a \u0012 and \\u0001"
+    assert follow({"const": value}, json.dumps(value)).allowed()[list(END_IDS)].all()
+
+
 def test_a_key_cannot_pass_for_another_name_by_an_escape() -> None:
     guide = follow({"type": "object", "properties": {"a": {"type": "integer"}}}, '{"\\')
     assert not guide.allowed()[TOKENIZER.encode("u")[0]]

@@ -22,9 +22,10 @@ from backends.errors import ConfigError, InvalidRequest, WorkerGone, WorkerUnava
 from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import token_logprobs
 from backends.workers.pipeline import first_stage
-from backends.workers.protocol import GroupBegins, PrefixWanted, StageBeat
+from backends.workers.protocol import GroupBegins, PrefixLoaded, PrefixWanted, StageBeat
 from bench.harness.generate import generate
 from conductor import Conductor, ConductorConfig
+from mooncake_store.errors import StoreError
 from mooncake_store.records.events import NodeUp, WorkerReported, WorkerUp
 from tests.backends.workers.pair import Pair, pairs
 from tests.conductor import fleet as conductor_fleet
@@ -222,6 +223,31 @@ def test_a_request_whose_prefix_is_lost_on_its_way_to_a_stage_leaves_when_the_gr
         assert isinstance(group.ask(prompt, max_tokens=2).wait_failed(), WorkerUnavailable)
     group.wait_until_whole()
     assert group.ask(prompt, max_tokens=2).wait() == expected(prompt, 2)
+    group.wait_until_idle()
+
+
+def test_a_failed_load_of_a_prefix_is_answered_after_the_last_late_read(
+    group: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, stage = [9] * 64, group.stages[0]
+    assert group.ask(prompt, max_tokens=2).wait() == expected(prompt, 2)
+    pending: list[set[int]] = [set(range(64)), set(range(64)), set()]
+    answers: list[tuple[int, int]] = []
+    answer = stage._answer
+
+    def fail(*_: object) -> int:
+        raise StoreError("a transfer passed its deadline")
+
+    def noted(message: Any) -> None:
+        if isinstance(message, PrefixLoaded):
+            answers.append((message.blocks, len(pending)))
+        answer(message)
+
+    monkeypatch.setattr(stage._loader, "load_copies", fail)
+    monkeypatch.setattr(stage._loader, "pending_pages", lambda: pending.pop(0))
+    monkeypatch.setattr(stage, "_answer", noted)
+    assert group.ask(prompt, max_tokens=2).wait() == expected(prompt, 2)
+    assert answers == [(0, 0)], "blocks, and looks at late reads that were left"
     group.wait_until_idle()
 
 
