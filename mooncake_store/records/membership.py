@@ -70,7 +70,8 @@ class WorkerInfo:
     context_tokens_max: int
     pages_max: int
     slots_max: int  # request slots: concurrent requests
-    prefill_coefficients: tuple[float, ...]  # of step times (conductor/estimates/estimates.py); (): not calibrated
+    # Of step times, as in conductor/estimates/estimates.py; (): not calibrated.
+    prefill_coefficients: tuple[float, ...]
     decode_coefficients: tuple[float, ...]
     # node_id -> rate of reads from the node, measured at the worker's start.
     transfer_bytes_per_s: dict[str, float]
