@@ -5,9 +5,9 @@ verified while it is still in the CPU's cache, which makes the checksum nearly f
 is copied and hashed in one pass. One corrupt block never fails other blocks; a failed node fails
 only its own blocks.
 
-A *slot* is the memory of one block in a node's segment. Its header has the block key, the
-generation (a number of this use of the slot), and the number of layers. The digests (checksums of
-the layers) are in a region of their own in the segment.
+A *slot* is the memory of one block in a node's segment: one or more units of fixed size. The header
+of its first unit has the block key, the generation (a new number for each use of the slot), and the
+number of layers. The digests (checksums of the layers) are in another region of the segment.
 
 Not here: how bytes move (transport.py), which nodes there are (known_nodes.py), leases (the
 directory), what a header is (slot_memory.py), what a checksum covers (digests.py).
@@ -173,7 +173,7 @@ class BlockReader:
     def _read_part(self, node: NodeAccess, part: Sequence[int], call: _ReadCall) -> None:
         """Read and verify these blocks. TransferFailed: the node could not be read."""
         left_s = call.until_s - time.monotonic()
-        # No time is left for this part. That is not the node's fault, so it is not marked bad.
+        # No time is left for this part. That is not the node's fault, so do not mark the node bad.
         if left_s <= 0:
             log.warning(
                 "node_id=%s deadline passed, %d blocks missed", node.info.node_id, len(part)
@@ -224,7 +224,7 @@ class BlockReader:
     def _look_again(
         self, headers: HeaderReader, wants: Sequence[Want], whole: list[bool]
     ) -> set[int]:
-        """Verify whole blocks that failed once more, with the number of layers in their headers: a
+        """Verify failed whole blocks a second time, with the number of layers in their headers: the
         checksum may cover layer digests. Updates `whole`. Returns the positions whose header was
         unreadable or invalid: those copies are not proven bad."""
         unsure = [

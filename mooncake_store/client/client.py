@@ -11,8 +11,8 @@ default the client's own node is mapped, and others are reached by NIXL or TCP (
 
 A block that cannot be read before the deadline is a miss (False, None). An invalid request or
 deployment raises a typed error (errors.py). With checksums (the default) a read of a whole block is
-verified, if the block was stored with a checksum. After any other read, the header beside the
-block's memory (its slot) is checked. That check detects another block there, but no flipped bit.
+verified, if the block was stored with a checksum. After any other read, the header of the block's
+slot (its memory on the node) is checked: it shows another block in the slot, but no flipped bit.
 
 Not here: a worker's KV with its layers (store.py), nodes and their failures (known_nodes.py).
 """
@@ -51,7 +51,7 @@ from mooncake_store.transports.transport import ByteSpan
 log = logging.getLogger("mooncake_store.client")
 T = TypeVar("T")
 DEADLINE_S = 10.0  # default of each call
-DEADLINE_S_MAX = 3_500.0  # with LEASE_MARGIN_S less than 3,600 s, the longest lease
+DEADLINE_S_MAX = 3_500.0  # even with LEASE_MARGIN_S below the longest lease, 3,600 s
 # Without checksums the CPU's cache does not matter, and fewer, longer batches are faster.
 UNVERIFIED_BATCH_BYTES = 64 * 2**20
 SHM = "/dev/shm/"  # default folder of the segments of this host's nodes

@@ -93,9 +93,9 @@ class Fetcher:
         copies: Sequence[Copy],
         terms: LeaseTerms,
     ) -> dict[str, int]:
-        """Make local copies of these blocks. Returns the bytes received from each node, not which
-        blocks arrived: a lookup shows that. `own` returns the local segment; None: the local node
-        is down, so nothing is copied. `copies` may be local already."""
+        """Make local copies of these blocks; a lookup then shows which have arrived. Returns the
+        number of bytes received from each node. `own` returns the local segment; None: the local
+        node is down, so nothing is copied. `copies` may be local already."""
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:

@@ -39,8 +39,8 @@ class Getter:
         return self._directory.lookup(keys, "", 0.0, prefix_only=False)
 
     def get_known(self, request: GetRequest, found: Sequence[tuple[Copy, ...]]) -> None:
-        """Read the blocks where a replica of the index lists them. The replica may be out of date,
-        so a failed read here does not report a bad copy."""
+        """Read the blocks from copies that the index replica lists (index_reader.py). The replica
+        may be out of date, so a failed read here does not report a bad copy."""
         known = [request.fitting(index, copies) for index, copies in enumerate(found)]
         best = self._nodes.choose(known)
         chosen = {index: copy for index, copy in enumerate(best) if copy is not None}

@@ -85,7 +85,7 @@ def begun_blocks(
 def digests_in_place(
     memory: SlotMemory, slots: Sequence[Slot], size_bytes: int, layers: int
 ) -> list[tuple[int, ...] | None]:
-    """Layer digests of slots that others have filled; None: its header is not "writing" now."""
+    """Layer digests of slots that others have filled; None: the header is not "writing" now."""
     found: list[tuple[int, ...] | None] = []
     for slot in slots:
         packed = b""

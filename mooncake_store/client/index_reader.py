@@ -1,4 +1,4 @@
-"""Finds blocks in this host's replica of the index: in microseconds, without a lease.
+"""Finds blocks in this host's replica of the directory's index: in microseconds, without a lease.
 
 The replica is a table in shared memory. A storage node of this host updates it from the directory's
 events and stamps it ten times a second, unless the directory has been silent for 2.5 s. A table
@@ -49,7 +49,7 @@ class IndexReader:
         self._is_wanted = is_wanted()
         self._look_s = 0.0  # CLOCK_BOOTTIME of the next search for a table
         self._lock = threading.Lock()
-        # Block key -> time.monotonic() until which only the directory is asked; oldest first.
+        # block key -> time.monotonic() until which lookups go to the directory; oldest first
         self._removed: dict[bytes, float] = {}
         self._used: list[bytes] = []  # per read that is not reported yet: its joined block keys
         self._used_bytes = 0

@@ -15,8 +15,8 @@ trusts the header (docs/decisions/0031).
 
 Failures: after TransferFailed nothing is in flight, and slots from `allocate` are free at once.
 After TransferTimeout bytes may still arrive, so the slots are quarantined (not granted for a time).
-A failed put quarantines all slots of its reserve. After WriteGivenUp (one of several network paths
-is stuck, or the marks timed out) the blocks are written again, into other slots.
+If a put into reserved slots fails, the whole reserve is quarantined. After WriteGivenUp (one of
+several network paths is stuck, or the marks timed out) the blocks are written into other slots.
 
 Not here: checking arguments and choosing the node (client.py), granting slots (the directory).
 """
@@ -103,7 +103,7 @@ class Putter:
         self._is_verified = is_verified
         self._tenant = tenant
         self._numbers = itertools.count(1)
-        self._attached: dict[str, str] = {}  # node_id -> incarnation that grants slots after attach
+        self._attached: dict[str, str] = {}  # node_id -> incarnation attached by this client
         self._reserved = ReservedSlots(directory, tenant, name, self._mark)
 
     def close(self) -> None:
@@ -134,8 +134,8 @@ class Putter:
     def _put_reserved(
         self, node_id: str, keys: Sequence[bytes], sources: Sequence[ByteArray], deadline_s: float
     ) -> list[bool | None]:
-        """Put into reserved slots. True: stored. False: the write failed. None: not attempted, or
-        no reserved slot could be used; the put must call `allocate`."""
+        """Put into reserved slots. True: stored. False: the write failed. None: the block is not
+        stored, and must be put with `allocate`."""
         info = self._nodes.find(node_id)
         if info is None or self._attached.get(node_id) != info.incarnation:
             return [None] * len(keys)
@@ -375,7 +375,7 @@ class Putter:
 
     def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:
         """Write the blocks into marked slots. Returns the checksum of each; 0 if not computed.
-        EpochPassed, TransferFailed: no block may be committed. TransferTimeout: also, bytes may
+        EpochPassed, TransferFailed: no block may be committed. After TransferTimeout bytes may also
         still arrive."""
         node = self._access(info)
         if isinstance(node.transport, MappedTransport):

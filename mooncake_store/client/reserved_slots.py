@@ -14,8 +14,8 @@ commit confirms the marks. Its reply grants new raw slots, up to twice the large
 thread fills a new reserve, marks raw slots that no put marks in time, and releases unused slots.
 Concurrent commits of several threads are sent as one message.
 
-Only its commit shows that the node had a block already, when the block has been written in vain. So
-for ASK_FIRST_S after such a commit, `take` returns None and every put calls `allocate` first.
+Only the commit shows that the node has a block already: then it has been written in vain. So for
+ASK_FIRST_S after such a commit, `take` returns None and every put calls `allocate` first.
 
 Not here: writing (putter.py), how much may be reserved (directory/core/reservations.py).
 """
@@ -68,11 +68,11 @@ class Reserve:
     size_bytes: int  # of each slot
     owner: str
     epoch: int = 0  # of the directory; 0: nothing has been granted yet
-    begin_s: float = 0.0  # s after a request without a new directory; 0: no elections
+    begin_s: float = 0.0  # s after a request in which no other directory leads; 0: no elections
     until_s: float = 0.0  # end of the lease by CLOCK_BOOTTIME, counted from the time of the request
     used_s: float = 0.0  # time of the last put, by CLOCK_BOOTTIME
     wished: int = 0  # slots to hold, in all three states together
-    # with the time of the request for each, by CLOCK_BOOTTIME
+    # each with the time of its request, by CLOCK_BOOTTIME
     raw: list[tuple[Use, float]] = field(default_factory=list)
     marking: int = 0  # raw slots that some thread is marking now
     marked: list[Use] = field(default_factory=list)
@@ -191,7 +191,7 @@ class ReservedSlots:
         self._ended(taken.reserve)
 
     def _ended(self, reserve: Reserve) -> None:
-        """A put has ended. After the last put of a dropped reserve, its slots are quarantined."""
+        """Note the end of a put. After the last put of a dropped reserve, quarantine its slots."""
         with self._lock:
             reserve.puts -= 1
         self._release_dropped(reserve)
@@ -221,7 +221,7 @@ class ReservedSlots:
                 self._directory.release_later(reserve.owner)
 
     def asked(self, info: NodeInfo, size_bytes: int, count: int) -> None:
-        """Note a put that used `allocate`. If one was noted in the last IDLE_S, reserve slots."""
+        """Note a put that used `allocate`. Reserve slots if the last one was at most IDLE_S ago."""
         if not 0 < count <= BLOCKS_MAX or size_bytes > SIZE_BYTES_MAX:
             return
         key, now_s = (info.node_id, size_bytes), boot_s()
@@ -289,7 +289,7 @@ class ReservedSlots:
         if had_any and not answer.is_held:
             self._drop(reserve)
         else:
-            # only if dropped during the commit: no put will use the granted slots
+            # no effect, unless the reserve was dropped during the commit
             self._release_dropped(reserve)
         verdicts = iter(answer.verdicts)
         for each in batch:

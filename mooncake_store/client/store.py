@@ -103,8 +103,8 @@ class Store:
         transports: str = "auto",
         layers: LayerRange | None = None,
     ) -> None:
-        """`layers`: the layers in the pages of this worker; None: all. Raises NodeUnknown or
-        TransferFailed if the local node is not registered or has died. LayoutMismatch."""
+        """`layers`: the layers in the pages of this worker; None: all. NodeUnknown, TransferFailed:
+        the local node is not registered or has died. LayoutMismatch: blocks do not fit the node."""
         self.node_id = node_id
         self.layout = layout
         self.pages = PageLayout(layout, layers) if layers else PageLayout.whole(layout)
@@ -299,7 +299,7 @@ class Store:
 
     def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
         """Complete written blocks: write their digests and headers, then commit them to the
-        directory. Each is (block key, slot leased to `owner`, digests of all layers). lease_s = 0
+        directory. A block is (key, slot leased to `owner`, digests of all layers). lease_s = 0
         ends the leases. False: the slot was granted to another writer, or another directory leads.
         TransferFailed, TransferTimeout: as for `write`. RequestInvalid: a digest is missing, or all
         blocks of a node were committed before or never allocated."""
@@ -319,7 +319,7 @@ class Store:
         self, node_id: str, blocks: Sequence[WrittenBlock], owner: str, lease_s: float
     ) -> list[bool]:
         epochs = {slot.epoch for _, slot, _ in blocks}
-        # The grants of the earlier epoch (directory) are void, so the prefix has a hole.
+        # the earlier directory's grants are void, and without them the prefix is useless
         if len(epochs) > 1:
             return [False] * len(blocks)
         if node_id == self.node_id:
@@ -572,7 +572,7 @@ class Store:
 
 
 def _refuse_other_host(info: NodeInfo) -> None:
-    """NodeUnknown if the node is on another host: its file name means other memory here."""
+    """NodeUnknown if the node is on another host: its segment's name means another file here."""
     try:
         here = host_id(info.segment_path)
     except OSError:

@@ -3,8 +3,7 @@
 With --record it prints the files themselves, in the format of tests/data. It reads only a few
 hundred small files. A file that cannot be read counts as missing.
 
-The interfaces of nic_choice.py are read here too, with the addresses that the kernel lists for
-them.
+Network interfaces with their addresses are read here too, for nic_choice.py.
 
 Not here: interpreting the files (topology.py, nic_choice.py).
 """
@@ -32,7 +31,7 @@ TRUSTED_NICS = "MOONCAKE_TRUSTED_NICS"
 SYS = "/sys"
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
 _LOOPBACK_TYPE = "772"  # ARPHRD_LOOPBACK
-WANTED = (  # (folder, files of each of its entries; an entry that is a link is read as such too)
+WANTED = (  # (folder, files of each of its entries); if an entry is a link, its target is read too
     (NODES, ("cpulist", "meminfo", "distance")),
     (NETS, ("operstate", "speed", "device/numa_node")),
     (RDMAS, ("ports/*/state", "ports/*/rate", "device/net/*/operstate", "device/numa_node")),

@@ -1,9 +1,9 @@
 """NIXL transport, one agent per network card: a failed card or cable delays a transfer briefly.
 
-A NIXL agent is an endpoint of NIXL in this process. The shared agent (nic_choice.py) serves the
-nodes of this host. A transfer with another host is cut into parts. Each part moves over a *path*: a
-card of this host and a card of the other. nic_paths.py chooses the path, and decides when a part is
-abandoned. One thread posts all parts of a call and polls them.
+A NIXL agent is an endpoint of NIXL in this process; a *lane* is an agent with its lock. The shared
+agent (nic_choice.py) serves the nodes of this host. A transfer with another host is cut into parts.
+Each part moves over a *path*: a card of this host and a card of the other. nic_paths.py chooses the
+path, and decides when a part is abandoned. One thread posts all parts of a call and polls them.
 
 Memory of an abandoned part:
 

@@ -128,7 +128,7 @@ class AgentLane:
         self._peers: dict[str, NixlPeer] = {}  # node_id -> its current incarnation
         # earlier incarnations that still have transfers in flight
         self._retired: list[NixlPeer] = []
-        self._refused: dict[str, float] = {}  # agent name -> time.monotonic() of the next attempt
+        self._refused: dict[str, float] = {}  # agent name -> earliest time.monotonic() of a retry
 
     def register(self, regions: Sequence[Region]) -> None:
         """Register the regions that this agent has not registered yet."""

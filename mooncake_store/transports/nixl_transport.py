@@ -182,7 +182,7 @@ class NixlTransport(Transport):
             self._connect(batch.node, batch.until_s, lane)
 
     def poll(self, posted: PostedTransfer) -> bool:
-        """True: complete. TransferFailed: it failed. LaneFrozen: it can never end."""
+        """True: complete. TransferFailed: it failed. LaneFrozen: nothing more of it arrives."""
         lane = posted.lane
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
@@ -239,7 +239,7 @@ class NixlTransport(Transport):
             lane.check(self._regions)
 
     def _take_lane(self, until_s: float, node: NodeInfo | None = None) -> AgentLane:
-        """A lane with its lock held and every buffer registered; preferably one with this peer."""
+        """A lane with its lock held and every buffer registered, preferably connected to `node`."""
         lane = self._locked_lane(until_s, node)
         while lane.is_frozen:  # frozen while this thread waited for the lock
             lane.release()

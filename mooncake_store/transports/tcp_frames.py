@@ -8,7 +8,7 @@ A connection begins with HELLO and its token. Then the client sends one request 
     replies: DONE     header(count = bytes that follow)
              REFUSED  header(count = bytes of a text with the reason)
              CROWDED  header(count = limit of connections that are not authenticated yet)
-             FULL     header(count = limit of connections that are authenticated, of "members")
+             FULL     header(count = limit of authenticated connections, the members)
 
 A client that is rejected before its TLS handshake receives CROWDED unencrypted.
 

@@ -11,8 +11,8 @@ on a reused port, can touch this memory.
 
 A connection that has not sent the token yet is *unauthenticated*, later a *member*. Unauthenticated
 connections have limits of their own, per host and in total, so they cannot take the room of
-members. At a limit, the oldest one is closed to make room if it is older than HURRY_S. Otherwise
-the new connection is rejected.
+members. At a limit, the oldest unauthenticated connection is closed if it is older than HURRY_S.
+Otherwise the new connection is rejected.
 
 A write must stop once its client has abandoned it. The client resets the connection at its
 deadline, and the server checks for a reset before it reads each batch of pieces from the socket.
@@ -74,7 +74,7 @@ class OpenConnection:
     host: str  # address of the client
     opened_s: float  # time.monotonic() of the accept
     is_member: bool = False  # the client has sent the token
-    reached_limit: int = 0  # the limit because of which it is closed to make room; 0: it is not
+    reached_limit: int = 0  # > 0: the connection is being closed because this limit was reached
     thread: threading.Thread | None = None
 
 

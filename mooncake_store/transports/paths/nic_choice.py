@@ -12,13 +12,13 @@ The first of these rules that applies decides:
   The shared agent uses the loopback and these cards only. An empty list: NIXL moves nothing between
   hosts.
 - UCX_NET_DEVICES names several interfaces: each gets an agent.
-- UCX_NET_DEVICES names anything else, as RDMA devices: the shared agent uses these.
+- UCX_NET_DEVICES names one interface, or RDMA devices: the shared agent uses these.
 - The host has RDMA: UCX chooses the cards of the shared agent.
 - Two or more cards are up and have an address: each of them gets an agent.
 
-Two cards make a *pair* if they share a network. Cards that share none with any card of the other
-host are paired in order, because there is a router between them. So cards of one rail (a switch for
-the same card of each host) are paired.
+Two cards make a *pair* if they share a network. The remaining cards of the two hosts are paired in
+order, because a router may connect them. So cards of one rail (a switch for the same card of each
+host) are paired.
 
 Not here: reading cards (host_topology.py), using pairs (nic_paths.py, nic_transport.py).
 """

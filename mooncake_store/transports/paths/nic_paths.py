@@ -68,8 +68,8 @@ def cut(lengths_bytes: Sequence[int], part_bytes: int) -> list[list[Piece]]:
 
 
 def part_bytes_for(total_bytes: int, paths: int) -> int:
-    """Size of the parts of a call: PARTS_PER_PATH_MAX for each path, within the two limits. A large
-    call has more parts, so that a faster path takes more of them."""
+    """Size of a call's parts, within PART_BYTES_MIN and _MAX: a small call has PARTS_PER_PATH_MAX
+    parts for each path. A large call has more, so that a faster path takes more of them."""
     share_bytes = -(-total_bytes // (max(1, paths) * PARTS_PER_PATH_MAX))
     return max(PART_BYTES_MIN, min(PART_BYTES_MAX, share_bytes))
 
