@@ -1,8 +1,8 @@
-"""Errors of the store for its callers: each states the cause and the remedy.
+"""Errors of the store for its callers. Each docstring gives the cause and the remedy.
 
 Every error is constructed from one message. On the wire it is (class name, message), and the client
-raises the same class. Errors that only one process raises are defined there (SegmentRefused in
-memory/segment_file.py, for instance).
+raises the same class. Errors that never cross the wire are defined where they are raised, for
+instance SegmentRefused in memory/segment_file.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ProtocolMismatch(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The directory did not answer in time: compute without the store."""
+    """The directory or a node gave no answer in time, or cannot serve: do without the store."""
 
 
 class AccessRefused(StoreError):
@@ -29,11 +29,11 @@ class AccessRefused(StoreError):
 
 
 class StateNotSaved(StoreError):
-    """A pin or a quota could not be saved beyond this directory: nothing changed."""
+    """A pin or a quota could not be saved in etcd, so nothing changed."""
 
 
 class EpochPassed(StoreError):
-    """An earlier directory granted this: the written data is void, allocate again."""
+    """An earlier directory granted these slots or leases, which are void: allocate again."""
 
 
 class NodeUnknown(StoreError):
@@ -45,7 +45,7 @@ class NodeNotAttached(NodeUnknown):
 
 
 class StoreFull(StoreError):
-    """No block may be evicted, or a limit of the directory is reached: continue without."""
+    """No block may be evicted, or a limit of the directory is reached: do without the store."""
 
 
 class QuotaExceeded(StoreFull):
@@ -57,7 +57,7 @@ class SsdRefused(StoreError):
 
 
 class ManifestDamaged(SsdRefused):
-    """The contents of the SSD are unknown: it starts empty."""
+    """The contents of the SSD are unknown: the tier starts empty."""
 
 
 class ManifestVersion(SsdRefused):
@@ -65,7 +65,7 @@ class ManifestVersion(SsdRefused):
 
 
 class LayoutMismatch(StoreError):
-    """Not even one such block fits into the node: configure a larger segment."""
+    """The node's segment is smaller than one block: configure a larger segment."""
 
 
 class FingerprintMismatch(StoreError):
@@ -95,6 +95,6 @@ _BY_NAME = _tree(StoreError)
 
 
 def named(kind: str, message: str) -> StoreError:
-    """The error that was received; a StoreError when this side does not define its class."""
+    """The error that a reply contains; a StoreError if this process does not define its class."""
     known = _BY_NAME.get(kind)
     return known(message) if known else StoreError(f"{kind}: {message}")

@@ -1,17 +1,17 @@
-"""Layout of a KV block, its fingerprint, and the geometry of slots in a memory segment.
+"""Layout of a KV block, fingerprint of a model's KV, and geometry of slots in a memory segment.
 
 A block is one array [layers, kv_factor, kv_heads, block_tokens, head_dim] in C order. A layer is
 one contiguous span, so it can be stored and moved as soon as it is computed. A kv_factor of 2 means
 K and V. A kv_factor of 1 means latent attention (MLA): one row per token, from which K and V of all
 heads are derived. An engine that computes only some consecutive layers (a pipeline stage) has pages
-with these layers only. The block and the fingerprint still describe the whole model.
+with these layers only. The layout of blocks and the fingerprint still describe the whole model.
 
-A memory segment is cut into units. It starts with one header per unit, then has a region of
-digests, then a region of payloads. A block takes as many units as it needs (slots.py), and its
-header is that of its first unit. The digests of its layers are in the digest cells of its units,
-one after the other.
+A memory segment is divided into units of one size. It begins with one header per unit. Then come
+one digest cell per unit, and then the payloads of all units. A slot is as many adjacent units as a
+block needs. The header of a block is that of its first unit. The digests of its layers are in the
+cells of its units, one after the other.
 
-Not here: the owner of a slot (slots.py), the fields of a header (segment.py).
+Not here: which slot a block gets (directory/core/slots.py), the header's fields (slot_memory.py).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
-HEADER_BYTES = 64  # bytes per unit, one cache line
-STATE_WRITING, STATE_READY = 1, 2  # header states: the payload is incomplete; it is complete
-STATE_EPHEMERAL = 3  # in an inventory: complete, and used by a single request
+HEADER_BYTES = 64  # size of a unit's header: one cache line
+STATE_WRITING, STATE_READY = 1, 2  # header states: payload incomplete, payload complete
+STATE_EPHEMERAL = 3  # only in inventories: payload complete, and used by a single request
 DIGEST_BYTES = 8  # xxh3_64 of one layer of a block
-DIGEST_FOR_BYTES = 1024  # payload bytes per digest; smaller layers may have no room for digests
+DIGEST_FOR_BYTES = 1024  # payload bytes per digest in a cell; smaller layers may have no digests
 SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page, as O_DIRECT requires
 
 
@@ -44,7 +44,7 @@ class KvLayout:
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "float16" | "fp8"
     block_tokens: int
-    kv_factor: int = 2  # K and V; 1: one row [head_dim] per token for all heads (MLA)
+    kv_factor: int = 2  # 2: K and V; 1: one row [head_dim] per token for all heads (MLA)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -101,7 +101,7 @@ class LayerRange:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Layers in a page of an engine: consecutive layers of one block, usually all of them."""
+    """Layout of an engine's page: some consecutive layers of one block, usually all."""
 
     block: KvLayout
     layers: LayerRange
@@ -140,7 +140,7 @@ def describe(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "
 
 
 def fingerprint(model_id: str, weights_id: str, layout: KvLayout, tp_shape: str = "tp1") -> str:
-    """32 hex digits: equal if and only if KV of one worker is valid on the other."""
+    """32 hex digits, equal for two workers if and only if each can use the KV of the other."""
     text = describe(model_id, weights_id, layout, tp_shape)
     return hashlib.blake2b(text.encode(), digest_size=16, person=b"mooncake.print").hexdigest()
 
@@ -167,25 +167,25 @@ def _parsed(description: str) -> dict[str, str]:
 
 
 class Geometry(NamedTuple):
-    """Slots of a memory: `units` headers, `units` digest cells, `units` units of payload. The
-    number of a slot is the number of its first unit (slots.py). A memory without headers (an SSD
-    file, whose manifest lists the blocks) has payload_offset_bytes = 0."""
+    """Positions in a memory: `units` headers, `units` digest cells, `units` units of payload. The
+    number of a slot is the number of its first unit. An SSD file has neither headers nor digests,
+    because its manifest lists the blocks."""
 
     unit_bytes: int
     units: int
-    payload_offset_bytes: int
+    payload_offset_bytes: int  # of unit 0; 0 for an SSD file
 
     def header_offset_bytes(self, slot: int) -> int:
         assert 0 <= slot < self.units, f"slot {slot} of {self.units} units"
         return slot * HEADER_BYTES
 
     def headers(self, slot: int, size_bytes: int) -> slice:
-        """The headers of this slot's units; all but the first are empty (slot_memory.py)."""
+        """The span of the headers of this slot's units; only the first is used."""
         start = self.header_offset_bytes(slot)
         return slice(start, start + max(1, -(-size_bytes // self.unit_bytes)) * HEADER_BYTES)
 
     def digests(self, slot: int, size_bytes: int, layers: int) -> slice | None:
-        """The digests of the block's layers; None where its units have no room for so many."""
+        """The span of the block's layer digests; None if its cells have no room for so many."""
         cell_bytes = _digest_cell_bytes(self.unit_bytes)
         start = self.units * HEADER_BYTES + slot * cell_bytes
         room_bytes = max(1, -(-size_bytes // self.unit_bytes)) * cell_bytes
@@ -198,7 +198,7 @@ class Geometry(NamedTuple):
         return self.payload_offset_bytes + slot * self.unit_bytes
 
     def holds(self, slot: int, size_bytes: int) -> bool:
-        """Whether a block of that size in that slot lies inside the memory."""
+        """Whether a block of this size in this slot lies inside the memory."""
         return slot >= 0 and slot * self.unit_bytes + size_bytes <= self.units * self.unit_bytes
 
 
@@ -207,12 +207,12 @@ def _aligned(size_bytes: int) -> int:
 
 
 def _digest_cell_bytes(unit_bytes: int) -> int:
-    """Digest bytes of one unit: one digest per KiB, and at least a cache line."""
+    """Bytes of the digest cell of a unit: one digest per KiB, but at least a cache line."""
     return max(HEADER_BYTES, unit_bytes // DIGEST_FOR_BYTES * DIGEST_BYTES)
 
 
 def geometry(memory_bytes: int, unit_bytes: int, has_headers: bool = True) -> Geometry:
-    """The geometry with the most units, headers and digests first; `units` may be 0."""
+    """The geometry with the most units that fit into `memory_bytes`; `units` may be 0."""
     assert memory_bytes >= 0 and unit_bytes > 0, (memory_bytes, unit_bytes)
     if not has_headers:
         return Geometry(unit_bytes, memory_bytes // unit_bytes, 0)
@@ -224,7 +224,7 @@ def geometry(memory_bytes: int, unit_bytes: int, has_headers: bool = True) -> Ge
 
 
 def memory_bytes_for(blocks: int, block_bytes: int, unit_bytes: int) -> int:
-    """The smallest segment in which so many blocks fit."""
+    """Bytes of the smallest segment in which so many blocks of this size fit."""
     units = blocks * max(1, -(-block_bytes // unit_bytes))
     beside_bytes = HEADER_BYTES + _digest_cell_bytes(unit_bytes)
     return _aligned(units * beside_bytes) + units * unit_bytes

@@ -1,20 +1,20 @@
 """Key management of a cluster: its state, its hosts, and a renewal without interruption.
 
-    keys/authority/state.json   generations in use, hosts, CURVE keys of hosts and directory,
-                                shared secret (0600)
-    keys/authority/ca-N.pem, ca-N.key   the certificate authority of generation N
-    keys/HOST/                  the files that are copied to a host (folder.py); only here are the
-                                hosts' TLS keys
+    keys/authority/state.json   generations, hosts, CURVE keys of hosts and directory, shared
+                                secret (0600)
+    keys/authority/ca-N.pem, ca-N.key   the certificate authority (CA) of generation N
+    keys/HOST/                  the files that are copied to a host (folder.py), with its TLS key
 
-The folder `authority` stays on the machine that makes the keys. A renewal takes three steps. After
-each step the hosts' folders are copied, and processes that read certificates only at their start
-are restarted:
+The folder `authority` stays on the machine that makes the keys. A generation is a CA and the CURVE
+keys of the directory and of all hosts. A renewal replaces the generation in three steps. After each
+step the hosts' folders are copied, and processes that read certificates only at their start are
+restarted:
 
     1. prepare   the next generation is made and trusted; the current one is used
     2. switch    the next generation is used; the old one is still trusted
     3. retire    the old generation is no longer trusted
 
-At each moment, two hosts trust each other even if one of them has the folder of the step before.
+At each moment, two hosts trust each other even if one still has the folder of the step before.
 
 Not here: reading a folder in a process (folder.py), the commands (command.py).
 """
@@ -43,7 +43,7 @@ from mooncake_store.keys.folder import MEMBER, CurveGeneration, CurveKeys
 from mooncake_store.process.edited_file import replace_file
 
 FOLDER, STATE = "authority", "state.json"
-DAYS = 365  # default validity of a certificate; an authority's is 3,650 days
+DAYS = 365  # default validity of a host's certificate; a CA's certificate is valid for 3,650 days
 BACKDATED = datetime.timedelta(hours=1)  # tolerance for clock differences between hosts
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
@@ -67,11 +67,11 @@ class ClusterGeneration(msgspec.Struct):
 class AuthorityState(msgspec.Struct):
     """State of the authority, as in state.json."""
 
-    used: int  # number of the generation whose keys and CA servers use
+    used: int  # number of the generation in use; the other one, if any, is only trusted
     secret: str  # shared secret of the cluster's processes
-    hosts: dict[str, bool]  # True: a directory may run on the host
+    hosts: dict[str, bool]  # host -> whether a directory may run there
     generations: list[ClusterGeneration]  # one, or two during a renewal: old, new
-    # host -> its address, if one was given
+    # host -> IP address or DNS name in its certificate, if one was given
     addresses: dict[str, str] = msgspec.field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -86,8 +86,9 @@ class AuthorityState(msgspec.Struct):
 
     @property
     def steps_to_forget(self) -> int:
-        """Number of `rotate` calls until every current generation is retired. A removed host has
-        their keys, so it loses access only then. A renewal in progress is finished first."""
+        """Number of `rotate` calls until every current generation is retired. A removed host still
+        has the keys of these generations, so it loses access only then. If a renewal is in
+        progress, its steps and those of one more renewal count."""
         left = len(STEPS) - STEPS.index(self.next_step)
         return left if len(self.generations) == 1 else left + len(STEPS)
 
@@ -130,10 +131,10 @@ class Authority:
     def add_host(
         self, host: str, may_direct: bool | None = None, days: float = DAYS, address: str = ""
     ) -> None:
-        """Make keys for a new host, or a new certificate for a known host. `may_direct`: a
-        directory may run on the host; None: unchanged, and True for a new host. `days`: the
-        certificate's validity. `address`: an IP address or a DNS name, required for a host that
-        runs a member of etcd; "": unchanged."""
+        """Make keys for a new host, or a new certificate for a known host. `may_direct`: whether a
+        directory may run there; None: as before, or True for a new host. `days`: validity of the
+        certificate. `address`: an IP address or a DNS name, required for a host that runs a member
+        of etcd; "": as before."""
         if not NAME.fullmatch(host) or host == FOLDER:
             raise RequestInvalid(f"{host!r} is not a valid host name: use a-z, 0-9, - and .")
         if address:
@@ -157,7 +158,7 @@ class Authority:
         self.state.addresses.pop(host, None)
         for generation in self.state.generations:
             generation.hosts.pop(host, None)
-        self._write(hosts=[])  # written first, because the deletions below do not revoke access
+        self._write(hosts=[])  # before the deletions, which may fail and revoke nothing
         for name in host_folder.FILES:
             (self.path / host / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the folder was moved, or has other files
@@ -170,8 +171,8 @@ class Authority:
         return max(0.0, time.time() - (self.path / FOLDER / STATE).stat().st_mtime)
 
     def rotate(self, days: float = DAYS) -> str:
-        """Take the next step of a renewal; returns the step's name. `days`: validity of the new
-        certificates."""
+        """Take the next step of a renewal; returns the step's name. `days`: validity of the hosts'
+        new certificates."""
         step, state = self.state.next_step, self.state
         if step == "prepare":
             self._add_generation(state.used + 1)
@@ -203,7 +204,7 @@ class Authority:
     # ---- the folders of the hosts
 
     def _write(self, days: float = DAYS, hosts: list[str] | None = None) -> None:
-        """Write the state and all hosts' folders; new certificates for `hosts` (None: all)."""
+        """Write the state and all hosts' folders. Makes new certificates for `hosts`; None: all."""
         raw = msgspec.json.format(msgspec.json.encode(self.state))
         _write(self.path / FOLDER / STATE, raw, is_private=True)
         numbers = [each.number for each in self.state.generations]
@@ -237,8 +238,8 @@ class Authority:
         )
 
     def _certify(self, host: str, days: float) -> None:
-        """Make a key and a certificate of a host, signed by the authority in use. It names MEMBER,
-        which all mooncake processes check, and the host's address for members of etcd."""
+        """Make a TLS key and a certificate for a host, signed by the CA in use. The certificate
+        names MEMBER, for all mooncake processes, and the host's address, for members of etcd."""
         authority = x509.load_pem_x509_certificate(self._authority(self.state.used).read_bytes())
         signing = serialization.load_pem_private_key(
             (self.path / FOLDER / f"ca-{self.state.used}.key").read_bytes(), None
@@ -293,7 +294,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        # days < 0 (tests) makes an expired certificate, which must still start before it ends.
+        # Tests make an expired certificate with days < 0. Its validity must begin before it ends.
         .not_valid_before(
             now - BACKDATED + min(datetime.timedelta(days=days), datetime.timedelta())
         )

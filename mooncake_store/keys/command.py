@@ -1,6 +1,6 @@
 """`mooncake keys`: make a cluster's keys, add hosts, renew keys, check folders.
 
-No command prints private data.
+No command prints secret keys.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import typer
 
 from mooncake_store.errors import RequestInvalid, StoreError
 
-WARN_DAYS = 30
+WARN_DAYS = 30  # `check` reports certificates that expire within so many days
 STEP_S_MIN = 120.0  # minimum time between two steps of a renewal
 NEXT = {
     "prepare": "The next generation is trusted, the current one is used.",

@@ -1,13 +1,13 @@
-"""CURVE encryption of ZeroMQ sockets: its addresses, its keys, and rejected connections.
+"""CURVE encryption of ZeroMQ sockets: addresses, keys, and rejected connections.
 
-Only tcp:// addresses use CURVE. The file system guards ipc:// and Unix sockets, which keep their
-speed. The directory has a key of the cluster, because a client initially has only its address. A
-process found through the directory (a node, an inbox) makes its own key at each start and publishes
-it with its address,
+Only tcp:// addresses use CURVE. Permissions of the file system protect ipc:// and Unix sockets. All
+directories have one CURVE key, which is in every host's folder of keys, because a client at first
+has only the address of a directory. Other servers (a storage node, a worker's inbox) make a new key
+at each start and publish it in the directory, with their address:
 
     tcp://10.77.0.1:41234#<public key, 64 hex digits>
 
-so these keys need no renewal, and a process that took over a port is rejected.
+So these keys need no renewal, and clients reject a process that took over the port of another.
 
 Not here: the admission of clients (gate.py), the handling of a rejection (wire/).
 """
@@ -34,11 +34,11 @@ from mooncake_store.keys.gate import DOMAIN, guard
 
 INSECURE_VARIABLE = "MOONCAKE_INSECURE"
 log = logging.getLogger(__name__)
-RENEW_S_MAX = 3.0  # after a renewal, until the first log line about a port that cannot be bound
-RENEW_NOTE_S = 60.0  # between two log lines about it, or about a key that cannot be renewed
+RENEW_S_MAX = 3.0  # from a renewal to the first log line about a port that cannot be bound
+RENEW_NOTE_S = 60.0  # between two log lines about such a port, or about a key that is not renewed
 HANDSHAKE_MS = 5_000  # timeout for clients that connect and send nothing
-SILENT_FAILURES_MAX = 3  # failures without a reason; a server that exits causes one or two
-LOST_FAILURES = 10  # failures between two checks that mark an unused connection as lost
+SILENT_FAILURES_MAX = 3  # failed handshakes without a cause; a server that exits causes one or two
+LOST_FAILURES = 10  # failed handshakes between two is_lost() that show a lost connection
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -48,8 +48,7 @@ EVENTS = (
 
 
 class AddressUnguarded(RequestInvalid):
-    """Without keys an address that other hosts reach, or without its key a directory, may not
-    listen."""
+    """This process lacks the keys that are required to listen at this address."""
 
 
 def is_tcp(address: str) -> bool:
@@ -62,12 +61,12 @@ def is_loopback(address: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # "*", or a name of any host
+        return False  # "*" or another name
 
 
 def refuse_unguarded(address: str, keys: Keys | None) -> None:
-    """Raise AddressUnguarded if other hosts reach this tcp://HOST:PORT or HOST:PORT, and there are
-    neither keys nor MOONCAKE_INSECURE=1."""
+    """Raise AddressUnguarded if other hosts can reach this tcp://HOST:PORT or HOST:PORT, and the
+    process has neither keys nor MOONCAKE_INSECURE=1."""
     if keys is not None or is_loopback(address) or os.environ.get(INSECURE_VARIABLE) == "1":
         return
     raise AddressUnguarded(
@@ -80,7 +79,7 @@ def refuse_unguarded(address: str, keys: Keys | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """A client's keys of one generation. Its repr omits them, because they are secret."""
+    """The keys of one generation (keys made together) for one connection. Its repr has no keys."""
 
     server_public: bytes
     own_public: bytes
@@ -93,9 +92,9 @@ class ClientKeys:
 def secured_server(
     socket: zmq.Socket[Any], context: zmq.Context[Any], address: str, is_directory: bool = False
 ) -> str:
-    """Set up CURVE before bind(), for a tcp:// address of a process with keys. Returns the suffix
-    of the published address: "#KEY", or "" without CURVE and for a directory. AddressUnguarded,
-    KeysInvalid: the socket must not be bound."""
+    """Set up CURVE on a server's socket before bind(), if the address is tcp:// and the process has
+    keys. Returns the suffix of the published address: "#KEY", or "" without CURVE and for a
+    directory. AddressUnguarded, KeysInvalid: the socket must not be bound."""
     if not is_tcp(address):
         return ""
     keys = folder.of_process()
@@ -105,7 +104,7 @@ def secured_server(
         return ""
     guard(context, keys)
     socket.zap_domain = DOMAIN
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without its gate, every client is rejected
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # if gate.py does not run, reject every client
     socket.curve_server = 1
     if is_directory:
         _set_directory_key(socket, _directory_generation(keys))
@@ -116,7 +115,7 @@ def secured_server(
 
 
 def _directory_generation(keys: Keys) -> CurveGeneration:
-    """The active generation. AddressUnguarded: this host has not its key of the directory."""
+    """The active generation. AddressUnguarded: this host lacks its directory key."""
     active = keys.curve.ordered()[0]
     if not active.directory_secret:
         raise AddressUnguarded(
@@ -138,12 +137,12 @@ def with_key_of(bound: str, advertised: str) -> str:
 
 
 class DirectoryKey:
-    """Keeps the directory's sockets at the active generation of its key. A socket keeps the key of
-    its bind(), so a new key needs a new bind(), which breaks all connections. Clients reconnect
-    with the other key (PeerAccess) and repeat their requests."""
+    """Changes the key of the directory's sockets when another generation becomes active. A socket
+    uses the key that it had at bind(). A new key therefore needs a new bind(), which breaks all
+    connections. Clients reconnect with the other key (PeerAccess) and repeat their requests."""
 
     def __init__(self, sockets: list[zmq.Socket[Any]]) -> None:
-        """The sockets are bound already, with the active generation's key."""
+        """`sockets` must be bound, with the key of the active generation."""
         self._keys = folder.of_process()
         endpoints = [(each, each.getsockopt_string(zmq.LAST_ENDPOINT)) for each in sockets]
         self._bound = [each for each in endpoints if is_tcp(each[1])] if self._keys else []
@@ -153,12 +152,12 @@ class DirectoryKey:
 
     @property
     def silent(self) -> list[str]:
-        """Addresses that the directory released to renew its key and could not bind again yet."""
+        """Addresses that were released to renew the key and could not yet be bound again."""
         return [address for _, address in self._unbound]
 
     def renew(self, now_s: float) -> None:
-        """Change to a new active generation, and bind released addresses. Call it each second.
-        A generation without the directory's key is not used."""
+        """Change to the active generation, and bind released addresses again. Call it each second.
+        If this host lacks the directory key of that generation, nothing changes."""
         if not self._bound or self._keys is None:
             return
         if self._number != self._keys.curve.active:
@@ -182,7 +181,7 @@ class DirectoryKey:
         for socket, endpoint in list(self._unbound):
             try:
                 socket.bind(endpoint)
-            except zmq.ZMQError as error:  # not closed yet, or taken: retry at the next call
+            except zmq.ZMQError as error:  # the port is not free yet: retry at the next call
                 why = error
                 continue
             self._unbound.remove((socket, endpoint))
@@ -198,7 +197,8 @@ class DirectoryKey:
 
 
 def client_keys(address: str) -> list[ClientKeys]:
-    """The keys to try at this address, in order; [] for a connection without keys. KeysInvalid."""
+    """The keys to try at this address, in order; [] for a connection without keys. KeysInvalid: the
+    folder of keys cannot be used."""
     keys = folder.of_process() if is_tcp(address) else None
     if keys is None:
         return []
@@ -214,17 +214,17 @@ def client_keys(address: str) -> list[ClientKeys]:
 
 
 _MONITORS = itertools.count()
-# A reader must live as long as its socket: without a reader, the socket's I/O thread blocks.
+# The readers of _monitor() by socket. Without its reader, a socket's I/O thread would block.
 _READERS: weakref.WeakKeyDictionary[zmq.Socket[Any], zmq.Socket[bytes]]
 _READERS = weakref.WeakKeyDictionary()
 
 
 class PeerAccess:
-    """A client's authentication at one address: the keys to try next, and the end of attempts.
+    """A client's authentication at one address: which keys are tried, and when it has failed.
     While two generations overlap, a server may use either. The client then tries both."""
 
     def __init__(self, address: str, who: str = "") -> None:
-        """`who`: the name of the server in error messages."""
+        """`who`: the server's name in error messages; "": the address."""
         self._address, self._who = address, who or address
         self._failures = 0  # since the last success or AccessRefused
         self._turn = 0  # index of the keys to try, modulo their number
@@ -248,9 +248,9 @@ class PeerAccess:
         socket.connect(self._address.partition("#")[0])
 
     def must_redial(self) -> bool:
-        """True: a handshake failed, and other or renewed keys remain: connect() again, best with a
-        new socket. False: none failed, or ZeroMQ itself retries with the same keys. AccessRefused:
-        each key failed; without a reason, at least SILENT_FAILURES_MAX times."""
+        """True if a handshake failed, and other or renewed keys remain. Then call connect() again,
+        best with a new socket. False: none failed, or ZeroMQ itself retries with the same keys.
+        AccessRefused: all keys failed. Failures without a cause count from SILENT_FAILURES_MAX."""
         failure = self._newest_failure()
         if failure is None:
             return False
@@ -265,9 +265,9 @@ class PeerAccess:
         return not is_known or len(known) > 1
 
     def _newest_failure(self) -> int | None:
-        """The event of the newest failure; None when nothing failed or a handshake succeeded since.
-        All attempts of ZeroMQ with the same keys since the last call count as one failure, because
-        the other keys of this host must still be tried."""
+        """The event of the newest failed handshake; None if none failed or a later one succeeded.
+        All failures since the last call count as one, because ZeroMQ used the same keys for them,
+        and the other keys of this host must still be tried."""
         events = self._events()
         if zmq.EVENT_HANDSHAKE_SUCCEEDED in events:
             self._failures = 0
@@ -277,8 +277,8 @@ class PeerAccess:
         return events[-1]
 
     def is_lost(self) -> bool:
-        """Whether many handshakes failed and none succeeded since the last call. For unused
-        connections: the call discards their events, which would otherwise accumulate."""
+        """Whether many handshakes failed and none succeeded since the last call. Must be called for
+        unused connections: their events would accumulate, and this call discards them."""
         events = self._events()
         return len(events) >= LOST_FAILURES and zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
 
@@ -306,9 +306,9 @@ class PeerAccess:
 def _monitor(socket: zmq.Socket[Any], name: str) -> zmq.Socket[bytes]:
     """A reader of the socket's handshake events.
 
-    The reader has no limit. With a limit, a connection that fails often would fill it while no
-    thread reads the events. ZeroMQ would then block the I/O thread and every socket of the context.
-    The events of idle connections are read by wire/idle_look.py.
+    The reader's queue has no limit. A connection that fails often would fill a limited queue while
+    no thread reads the events. ZeroMQ would then block the I/O thread and every socket of the
+    context. wire/idle_look.py reads the events of idle connections.
     """
     socket.monitor(name, EVENTS)
     reader: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)

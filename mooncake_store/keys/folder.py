@@ -2,15 +2,16 @@
 
     zeromq.json  CURVE keys: the directory's, this host's own, the public ones of all hosts
     host.pem     the certificate of this host, for gRPC and for KV over TCP;   host.key  its key
-    ca.pem       the trusted authorities: one, or two during a renewal
+    ca.pem       the trusted certificate authorities: one, or two during a renewal
     secret       shared secret that authenticates calls and messages of the cluster's processes
 
-`zeromq.json`, `host.key` and `secret` are private. A folder in which other users may read them is
-rejected. `MOONCAKE_KEYS` names the folder; the environment never contains keys.
+`zeromq.json`, `host.key` and `secret` are private: only their owner and group may read them, and
+only their owner may write them. A folder with other permissions is rejected. `MOONCAKE_KEYS` names
+the folder; the environment never contains keys.
 
 CURVE keys and TLS files are read again when they change, so that keys can be renewed in a running
-process. A folder that is being copied is inconsistent for a moment. Unreadable files are then
-ignored, and the process continues with its current keys. `secret` is read at each access.
+process. While a folder is being copied, the process ignores files that it cannot use, and keeps its
+current keys. `secret` is read at each access.
 
 Not here: making keys (authority.py), CURVE on sockets (curve.py), TLS contexts (tls.py).
 """
@@ -31,8 +32,8 @@ from mooncake_store.errors import StoreError
 VARIABLE = "MOONCAKE_KEYS"
 ZEROMQ, CERTIFICATE, PRIVATE_KEY = "zeromq.json", "host.pem", "host.key"
 AUTHORITIES, SECRET = "ca.pem", "secret"
-# Every certificate of a cluster has this name, and clients check it. The name proves membership,
-# not identity, so addresses may change and elastic hosts may share a folder.
+# Every certificate of a cluster has this name, and clients check it. The name proves that a host is
+# in the cluster, not which host. So addresses may change, and autoscaled hosts may share a folder.
 MEMBER = "member.mooncake"
 FILES = (ZEROMQ, CERTIFICATE, PRIVATE_KEY, AUTHORITIES, SECRET)
 PRIVATE_FILES = (ZEROMQ, PRIVATE_KEY, SECRET)
@@ -46,13 +47,14 @@ class KeysInvalid(StoreError):
 
 
 class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One generation of the cluster's CURVE keys, as one host has it. Two may overlap."""
+    """CURVE keys of one host that were made together. During a renewal two generations are valid.
+    Each key is 40 characters of Z85."""
 
     number: int
     directory_public: str
     own_public: str
     own_secret: str
-    hosts: dict[str, str]  # host -> public key
+    hosts: dict[str, str]  # host -> public key; all hosts of the cluster
     directory_secret: str = ""  # "" if no directory may run on this host
 
     def __repr__(self) -> str:  # without secrets, for logs
@@ -60,7 +62,7 @@ class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All valid generations; `active` is the number of the one that servers use."""
+    """All valid generations; servers use that with the number `active`, clients try all."""
 
     host: str
     active: int
@@ -83,7 +85,7 @@ class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LiveFiles(Generic[T]):
-    """The result of `read` for some files, updated when they change. Thread-safe."""
+    """The result of `read`, which is called again when one of the files changes. Thread-safe."""
 
     def __init__(self, paths: list[Path], read: Callable[[], T]) -> None:
         self._paths, self._read = paths, read
@@ -91,7 +93,7 @@ class LiveFiles(Generic[T]):
         self._logged = ""
 
     def get(self) -> T:
-        """The latest valid result. KeysInvalid only before the first one."""
+        """The latest valid result. KeysInvalid: `read` failed, and no call before has succeeded."""
         held = self._held
         try:
             stamp = [_stamp(path) for path in self._paths]
@@ -120,7 +122,7 @@ class Keys:
     """The keys of one host, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        """KeysInvalid when a file is missing, or when other users may read private files."""
+        """KeysInvalid: a file is missing or unusable, or too many users may access it."""
         self.folder, self.certificate = folder, folder / CERTIFICATE
         self.private_key, self.authorities = folder / PRIVATE_KEY, folder / AUTHORITIES
         if found := problems(folder):
@@ -154,7 +156,7 @@ _made: dict[str, Keys] = {}
 
 
 def of_process() -> Keys | None:
-    """The keys of this process; None without keys. KeysInvalid when they cannot be used."""
+    """The keys of this process; None if MOONCAKE_KEYS is unset. KeysInvalid: they are unusable."""
     named = os.environ.get(VARIABLE, "")
     if not named:
         return None
@@ -183,7 +185,7 @@ def problems(folder: Path) -> list[str]:
 
 
 def folder_of_host(folder: Path, host: str) -> Path:
-    """The folder with the keys of `host`: its subfolder, or the given folder without one. On a host
-    to which only its own folder was copied, there is no subfolder."""
+    """The folder with the keys of `host`: its subfolder of `folder`, or `folder` itself where only
+    that host's folder was copied."""
     inside = folder / host
     return inside if inside.is_dir() else folder

@@ -1,8 +1,8 @@
 """Admission of known client keys: the handler of ZeroMQ's authentication requests (ZAP, RFC 27).
 
-ZeroMQ sends an authentication request once a client has proven its key, before it reads any byte of
-a message. One thread per context answers from the current state of the folder of keys, so an added
-or removed host takes effect without a restart. Established connections are not checked again.
+When a client has proven that it owns its key, ZeroMQ sends an authentication request, before it
+reads any message. One thread per context answers from the current files of the folder of keys. So
+added and removed hosts take effect without a restart, except on established connections.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _gates: weakref.WeakKeyDictionary[zmq.Context[Any], KeyGate] = weakref.WeakKeyDi
 
 
 def guard(context: zmq.Context[Any], keys: Keys) -> None:
-    """From now on, the CURVE sockets of this context accept only known hosts. The gate ends with
-    the context. A second call replaces the keys."""
+    """From now on, the CURVE sockets of this context accept only known hosts, until the context is
+    destroyed. A second call replaces the keys."""
     with _lock:
         if context in _gates:
             _gates[context].keys = keys
@@ -69,7 +69,7 @@ class RefusalLog:
 
 
 class KeyGate:
-    """Accepts or rejects clients by the keys of one folder."""
+    """Accepts the clients whose keys are in one folder of keys."""
 
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
@@ -85,8 +85,8 @@ class KeyGate:
                 socket.close()
 
     def answer(self, frames: list[bytes]) -> list[bytes]:
-        """The reply to [version, number, domain, peer, identity, mechanism, public key]. Fewer or
-        more frames are rejected."""
+        """The ZAP reply to [version, number, domain, peer, identity, mechanism, public key]. A
+        request with fewer or more frames is rejected."""
         version, number = (*frames, b"", b"")[:2]
         host = self._host(frames)
         if not host:
@@ -96,7 +96,7 @@ class KeyGate:
         return [version, number, b"200", b"", host.encode(), b""]
 
     def _host(self, frames: list[bytes]) -> str:
-        """The host with the client's key; "" for other keys and requests."""
+        """The host with the client's key; "" for an unknown key or an invalid request."""
         if len(frames) != 7 or frames[5] != b"CURVE" or len(frames[6]) != 32:
             return ""
         return self.keys.curve.host_of(z85.encode(frames[6]).decode())

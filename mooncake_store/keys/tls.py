@@ -44,7 +44,7 @@ class TlsContexts:
 
     @property
     def http_client(self) -> ssl.SSLContext:
-        """Like `client`, for libraries that change the given context, such as urllib3."""
+        """Like `client`, but separate for libraries that change their context, such as urllib3."""
         return self._contexts.get()[2]
 
     def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
@@ -69,7 +69,7 @@ _contexts: dict[Keys, TlsContexts] = {}
 
 
 def contexts_of_process() -> TlsContexts | None:
-    """The TLS contexts of this process; None without keys: connections are then plain."""
+    """The TLS contexts of this process; None without keys, for connections without TLS."""
     keys = of_process()
     if keys is None:
         return None
@@ -98,7 +98,7 @@ def refusal_words(who: str, error: ssl.SSLError) -> str:
 
 
 def certificate_in(folder: Path) -> x509.Certificate:
-    """The certificate of the host with this folder of keys; OSError, ValueError."""
+    """The host's certificate in a folder of keys. OSError, ValueError: it cannot be read."""
     return x509.load_pem_x509_certificate((folder / CERTIFICATE).read_bytes())
 
 

@@ -1,9 +1,9 @@
 """The NIXL agents of a storage node: one shared agent, and one per selected network card.
 
-The shared agent serves this host and, by default, other hosts too. A card has an agent of its own
-if several cards lead to other hosts, or if the operator names the cards that may carry KV
-(MOONCAKE_TRUSTED_NICS, see nic_choice.py). If only this host can reach the directory, only named
-cards get agents.
+The shared agent serves this host and, by default, other hosts too. A host without RDMA and with
+several cards to other hosts has an agent per card (nic_choice.py). A card that the operator names
+(MOONCAKE_TRUSTED_NICS) always has its own agent. If only this host can reach the directory, only
+named cards have agents.
 
 A card that is down at the start of the node has no agent until the next start.
 
@@ -26,7 +26,7 @@ log = logging.getLogger("mooncake_store.node")
 
 @dataclass(frozen=True, slots=True)
 class OpenAgents:
-    """What clients need to reach the agents, and the functions that close the agents."""
+    """Names and addresses of the agents for clients, and the functions that close the agents."""
 
     name: str = ""
     metadata: bytes = b""
