@@ -1,4 +1,4 @@
-"""The commands of `mooncake store`: each makes a few client calls; errors are one line."""
+"""The commands of `mooncake store`. Each makes a few client calls; an error is printed as a line."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ app = typer.Typer(
 )
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False)
-CHECKED_AT_ONCE = 32
+CHECKED_AT_ONCE = 32  # blocks per read of `check`
 
 Directory = Annotated[
     str,
@@ -326,7 +326,7 @@ def _table(title: str, columns: Sequence[str]) -> Table:
 
 
 def _holders_table(stats: DirectoryStats) -> Table:
-    """One line per holder: its usage and its blocks."""
+    """One row per holder (the DRAM or the SSD of a node)."""
     table = _table(
         "holders",
         ["node", "size", "used", "blocks", "writing", "quarantined", "idle", "evicted", ""],
@@ -376,7 +376,7 @@ def _totals_table(stats: DirectoryStats) -> Table:
 
 
 def _blocks_table(found: Iterable[tuple[bytes, Copy]]) -> Table:
-    """One line per copy; --json of `stat KEY` has slot and generation too."""
+    """One row per copy."""
     table = _table("blocks", ["key", "node", "bytes", "checksum"])
     table.columns[0].no_wrap = True
     for key, copy in found:

@@ -1,7 +1,7 @@
 """Parsing of keys, sizes and node names on the command line, and the search for a directory.
 
-Every user may write to /tmp, so the name of a folder of sockets there proves nothing. Such a folder
-is used only if it belongs to this user and no other user can write to it.
+Every user can create folders in /tmp. So a folder of sockets there is used only if it belongs to
+this user and no other user can write to it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 VARIABLE = "MOONCAKE_DIRECTORY"
 BYTES_MAX = 2**50
 NODE_NAME_BYTES_MAX = 40  # longest name of a storage node
-# Longest path of a folder of sockets. The longest socket name in it is that of a storage node.
+# Longest path of a folder of sockets, whose longest names are those of storage nodes.
 FOLDER_BYTES_MAX = PATH_BYTES_MAX - 1 - NODE_NAME_BYTES_MAX
-# Length of a launch's folder name: "mooncake-", a process id of 7 digits, and two random parts.
+# Longest folder name of a `mooncake serve`: "mooncake-", 7 digits of a process id, 2 random parts.
 LAUNCH_BYTES_MAX = 34
-SHORT_PLACE = Path("/tmp")  # parent of socket folders where $TMPDIR does not suit
+SHORT_PLACE = Path("/tmp")  # parent of socket folders if $TMPDIR is too long or not ASCII
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
-    """'512M', '1GiB', '1073741824' -> bytes. Errors (BadParameter) of the value name `option`."""
+    """'512M', '1GiB', '1073741824' -> bytes. BadParameter if invalid, with `option` as its name."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
@@ -46,7 +46,7 @@ def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
 
 
 def parse_nodes(text: str) -> tuple[str, ...]:
-    """The storage nodes of --nodes: 's0,s1' -> ('s0', 's1'). Each name is part of a path."""
+    """The storage nodes of --nodes: 's0,s1' -> ('s0', 's1'). Each name must fit into a path."""
     names = text.split(",")
     if not all(name.strip() for name in names):
         raise typer.BadParameter(
@@ -68,8 +68,8 @@ def parse_nodes(text: str) -> tuple[str, ...]:
 
 
 def holds_sockets(place: Path) -> bool:
-    """Whether launches can make folders of sockets here: short enough, and ASCII only. Triton's
-    stubs can read only ASCII paths."""
+    """Whether `mooncake serve` can make folders of sockets in `place`: the path must be short
+    enough, and ASCII, because Triton's stub processes can read only ASCII paths."""
     return (
         len(os.fsencode(place)) <= FOLDER_BYTES_MAX - 1 - LAUNCH_BYTES_MAX and str(place).isascii()
     )
@@ -96,7 +96,7 @@ def default_folder() -> Path:
 
 
 def distrust(folder: Path) -> str:
-    """The reason not to use this folder; "" if only this user can write to it. Raises OSError."""
+    """The reason not to use this folder; "" if only this user can write to it. OSError: missing."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder"
@@ -120,8 +120,8 @@ def own_folder() -> Path:
 
 
 def find_directory(named: str = "") -> str:
-    """`named`, else $MOONCAKE_DIRECTORY, else the newest answering directory of this user on this
-    host. Raises BadParameter if there is none."""
+    """`named`, else $MOONCAKE_DIRECTORY, else the newest directory of this user on this host that
+    accepts a connection. Raises BadParameter if there is none."""
     if named := named or os.environ.get(VARIABLE, ""):
         return named
     folders = {default_folder(), *Path(tempfile.gettempdir()).glob("mooncake-*")}

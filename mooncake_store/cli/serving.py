@@ -1,8 +1,8 @@
 """A whole store on one host: a directory and storage nodes as child processes, until Ctrl-C.
 
-A child that exits is restarted at once, a few times a minute. At its next exit `supervise` raises
-ChildDied, and the command stops all processes and prints the end of the child's log. `mooncake
-serve` has its own launcher, which includes Triton.
+A child that exits is restarted at once, at most RESTARTS_MAX times a minute. At its next exit
+`supervise` raises ChildDied, and the command stops all processes and prints the end of the child's
+log. `mooncake serve` does not use this module: it also starts Triton.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mooncake_store.process.child_processes import ChildProcess, Command
 
-START_S_MAX = 60.0  # limit for each process
-STOP_S_MAX = 15.0  # limit for each process, before it is killed
-UNIT_BYTES = 16 * 2**10  # allocation unit of the storage nodes: headers take 0.4 % of the memory
+START_S_MAX = 60.0  # for each process to become ready
+STOP_S_MAX = 15.0  # for each process to exit before it is killed
+UNIT_BYTES = 16 * 2**10  # allocation unit of the storage nodes; headers take 0.4 % of the memory
 
 
 def directory_address(folder: Path) -> str:
@@ -43,8 +43,8 @@ def node_command(
     events: str,
     *options: str,
 ) -> list[str]:
-    """Command of a storage node; `directory`, `control` and `events` are addresses. `ssd_bytes` 0:
-    no SSD. Else makes the folder `ssd_folder`/`node`, whose blocks outlive the process."""
+    """Command of a storage node; `directory`, `control` and `events` are addresses. If `ssd_bytes`
+    is not 0, makes the folder `ssd_folder`/`node`, whose blocks outlive the process."""
     values = {
         "--node-id": node,
         "--directory": directory,
@@ -93,7 +93,7 @@ class StoreProcesses:
             )
 
     def start(self) -> None:
-        """Start all processes. Raises ChildDied if one ends or is too slow."""
+        """Start all processes. Raises ChildDied if a process ends or is too slow."""
         for name, arguments in self._commands.items():
             command, log = partial(Command, arguments, os.environ), self._folder / f"{name}.log"
             child = ChildProcess(name, command, log, self._folder)
@@ -101,7 +101,7 @@ class StoreProcesses:
             child.wait_for_line("ready", START_S_MAX)
 
     def supervise(self) -> list[str]:
-        """Restart processes that exited; returns their names. ChildDied if one exits too often."""
+        """Restart processes that exited; returns their names. ChildDied: one exited too often."""
         for child in self.children:
             child.bound_log()
         return [child.name for child in self.children if child.supervise() is not None]

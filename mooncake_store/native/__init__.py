@@ -1,1 +1,1 @@
-"""Functions in C, where Python is too slow."""
+"""Functions in C, for work that is too slow in Python."""

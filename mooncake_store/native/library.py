@@ -1,13 +1,13 @@
 """Loads the project's C file as a library: compiled on first use, cached in the user's folder.
 
-The wheel remains pure Python: it contains `native.c`, and `cc` of the host compiles it for the
-host's CPU, once for each version of the file. Every native function has a Python version with the
-same results, for hosts without a compiler. There `library()` is None, and `why_not()` returns the
-reason. MOONCAKE_NATIVE=off selects Python everywhere.
+The wheel remains pure Python: it contains `native.c`, which the host's `cc` compiles for the host's
+CPU, once for each version of the file. Every native function has a Python version with the same
+results. On hosts without a compiler, `library()` returns None, and `why_not()` the reason.
+MOONCAKE_NATIVE=off selects Python everywhere.
 
-The folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake. If that cannot
-be written, it is a folder of this user in the system's temporary folder. A library that another
-user could have written is not loaded. Processes that start together wait for the one that compiles.
+The cache folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake. If that
+folder cannot be used, it is a folder of this user in the system's temporary folder. A library that
+another user could have written is not loaded. Of processes that start together, one compiles.
 
 Not here: the functions' arguments, which their callers declare (`function`).
 """
@@ -45,7 +45,7 @@ FLAGS = (
     "-Wall",
     "-Wextra",
     "-Werror",
-    # passing wide vectors differs without AVX-512; only this file calls these functions
+    # no warning that calls with wide vectors depend on AVX-512; all such calls are in this file
     "-Wno-psabi",
 )
 COMPILE_S_MAX = 120.0
@@ -53,11 +53,11 @@ NativeFunction = Callable[..., Any]
 
 
 class _Unusable(Exception):
-    """The reason why there is no library on this host."""
+    """No library can be made or loaded on this host; the message gives the reason."""
 
 
 def library() -> ctypes.CDLL | None:
-    """The library; None: the Python versions are used."""
+    """The library; None: callers must use the Python versions."""
     return _loaded()[0]
 
 
@@ -67,12 +67,12 @@ def why_not() -> str:
 
 
 def function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
-    """A function of native.c; None without a library. It releases the GIL while it runs."""
+    """A function of native.c, which runs without the GIL; None if there is no library."""
     return _declared(library(), name, result, arguments)
 
 
 def quick_function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
-    """As `function`, for a function of microseconds: it keeps the GIL, whose release costs more."""
+    """As `function`, but runs with the GIL: for functions so short that its release costs more."""
     found = library()
     return _declared(found and ctypes.PyDLL(found._name), name, result, arguments)
 
@@ -97,7 +97,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
             return ctypes.CDLL(str(path)), ""
         except OSError:
             if not os.statvfs(path).f_flag & os.ST_NOEXEC:
-                path.unlink()  # truncated, or made by a broken compiler: compile again next time
+                path.unlink()  # incomplete, or from a broken compiler: the next process recompiles
             raise
     except (_Unusable, OSError) as error:
         return None, str(error)
@@ -116,7 +116,7 @@ def _made() -> Path:
     path = folder / f"native-{hashlib.sha256(what).hexdigest()[:24]}.so"
     if not _is_trusted(path):
         with _alone(folder):
-            if not _is_trusted(path):  # another process may have compiled it by now
+            if not _is_trusted(path):  # another process may have compiled it during the wait
                 _compile(path)
     return path
 
@@ -132,7 +132,7 @@ def _cpu() -> bytes:
 
 
 def cache_folder() -> Path:
-    """The folder, created if missing."""
+    """The first usable cache folder, created if missing."""
     base = os.environ.get(CACHE)
     if not base:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -192,8 +192,8 @@ def _compile(path: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Exit status and error output. A compiler starts processes of its own, so at a timeout the
-    whole process group is killed."""
+    """Exit status and error output. At a timeout the whole process group is killed, because a
+    compiler starts processes of its own."""
     running = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

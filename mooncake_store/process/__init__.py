@@ -1,1 +1,1 @@
-"""Facilities that every process of this project uses."""
+"""Parts that all processes share: logs, metrics pages, self-checks, child processes, file edits."""

@@ -8,7 +8,7 @@ PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def memory_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Available bytes of the machine, or of the container if less. OSError without Linux's data."""
+    """Available bytes of the machine, or of the container if less. OSError: no /proc/meminfo."""
     lines = (proc / "meminfo").read_text().splitlines()
     found = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     if not found:
@@ -17,7 +17,7 @@ def memory_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def _left_in_container(cgroup: Path) -> list[int]:
-    """Room left by the container's limit; [] without a limit or without cgroup v2."""
+    """[Bytes below the container's memory limit]; [] without a limit or without cgroup v2."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used_bytes = int((cgroup / "memory.current").read_text())
@@ -26,7 +26,7 @@ def _left_in_container(cgroup: Path) -> list[int]:
         return []
     if limit == "max":
         return []
-    # Cached files, weights for instance, count as used until the memory is needed.
+    # Linux frees cached files (weights, for instance) when a process needs the memory.
     cached_bytes = sum(
         int(line.split()[1]) for line in counted if line.startswith("inactive_file ")
     )

@@ -1,9 +1,9 @@
-"""Small HTTP server for metrics pages and probes, which no client can block for the others.
+"""Small HTTP server for metrics pages and probes. No client can block it for other clients.
 
-Each connection has a thread, serves one request, and has a deadline as a whole. A client that sends
-nothing, or a byte now and then, therefore holds a thread only until the deadline. The number of
-connections is bounded, per address and in total. Beyond the bound, the oldest connection without a
-complete request is closed, else the oldest. A probe is therefore answered despite other clients.
+Each connection has a thread, serves one request, and ends after REQUEST_S_MAX. So a client that
+sends nothing, or a byte now and then, occupies a thread only for that time. The number of
+connections is bounded, per client address and in total. For a connection beyond a bound, the oldest
+one without a complete request is closed; if all have sent their requests, the oldest of all.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-REQUEST_S_MAX = 20.0  # lifetime of a connection
-CONNECTIONS_MAX = 64
-OF_ADDRESS_MAX = 32
+REQUEST_S_MAX = 20.0  # longest life of a connection
+CONNECTIONS_MAX = 64  # in total
+OF_ADDRESS_MAX = 32  # connections of one client address
 
 
 class BoundedHttpServer(ThreadingHTTPServer):
@@ -32,7 +32,7 @@ class BoundedHttpServer(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self._lock = threading.Lock()
-        # connection -> (client address, time of the connection); the oldest first
+        # connection -> (client address, monotonic time of its begin); the oldest first
         self._connections: dict[socket.socket, tuple[str, float]] = {}
         self._answered: set[socket.socket] = set()  # connections whose request was read
         super().__init__(address, self._noting(handler))
@@ -82,12 +82,12 @@ class BoundedHttpServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def _make_room(self, connections: list[socket.socket]) -> None:
-        """Close the oldest connection without a full request, else the oldest. Needs the lock."""
+        """Close the oldest connection without a complete request, or the oldest. Needs `_lock`."""
         silent = [each for each in connections if each not in self._answered]
         self._end((silent or connections)[0])
 
     def _end(self, connection: socket.socket) -> None:
-        """Shut a connection down; its thread reads the end of the stream. Needs the lock."""
+        """Shut a connection down; its thread then reads the end of the stream. Needs `_lock`."""
         del self._connections[connection]
         self._answered.discard(connection)
         with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
 """The log file of a child process, kept below a size limit while the child writes.
 
-A child writes to the file that it opened at its start, so the file cannot be renamed away. Instead
+A child writes to the file that was opened at its start, so renaming the file does not help. Instead
 the older part of the file is copied to `NAME.1` and removed from the front. On ext4 and xfs, Linux
-removes the front atomically (FALLOC_FL_COLLAPSE_RANGE), so a line between the two is not lost. On
-other file systems the file is truncated right after the copy, which loses lines written in the
-microseconds between the two. The previous `NAME.1` is replaced.
+removes the front atomically (FALLOC_FL_COLLAPSE_RANGE), so no line is lost. On other file systems
+the file is truncated right after the copy. Lines that are written in the microseconds between copy
+and truncation are then lost. The previous `NAME.1` is replaced.
 
 Not here: when the size is checked (child_processes.py).
 """
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 COLLAPSE_RANGE = 0x08  # FALLOC_FL_COLLAPSE_RANGE of linux/falloc.h
-COPY_BYTES = 1 << 20
-LOG_BYTES_MAX = 64 * 2**20  # default limit of a log, and of its older part
-LOG_BYTES_MIN = 64 * 2**10  # smallest limit; keeps the last lines of a start
+COPY_BYTES = 1 << 20  # bytes per read
+LOG_BYTES_MAX = 64 * 2**20  # default limit of a log; its older part is about as large
+LOG_BYTES_MIN = 64 * 2**10  # smallest allowed limit; enough for the last lines of a start
 
 
 class BoundedLog:
-    """Not thread-safe within the launcher. The child may write at any time."""
+    """The log of one child, which may write at any time. Used by one thread of the launcher."""
 
     def __init__(self, path: Path, bytes_max: int = LOG_BYTES_MAX) -> None:
-        """Truncates the file and removes the older part that an earlier launch left."""
+        """Truncate the file, and remove the older part that an earlier launch left."""
         self.path = path
         self.older_path = path.with_name(f"{path.name}.1")
         self._bytes_max = bytes_max
@@ -35,13 +35,11 @@ class BoundedLog:
         self.older_path.unlink(missing_ok=True)
 
     def open_to_append(self) -> BinaryIO:
-        """The file for a child. Append mode, so that the child writes at the end after a
-        shortening."""
+        """The file for a child. Append mode makes the child write at the end after shorten()."""
         return self.path.open("ab")
 
     def shorten(self) -> int:
-        """Move bytes from the front to the older part if the log is too long; returns their
-        number."""
+        """If the log is too long, move its front to the older part; returns the number of bytes."""
         try:
             if self.path.stat().st_size <= self._bytes_max:
                 return 0
@@ -51,7 +49,8 @@ class BoundedLog:
             return 0  # no folder or a full disk: the log grows until a later call succeeds
 
     def _shorten(self, log: BinaryIO) -> int:
-        """Collapse whole blocks of the file system and keep at least one byte, else truncate."""
+        """Move the whole file system blocks before the last byte. If the file system cannot remove
+        them from the front, move all bytes."""
         stat = os.fstat(log.fileno())
         block_bytes = max(stat.st_blksize, os.fstatvfs(log.fileno()).f_bsize)
         if (whole_bytes := (stat.st_size - 1) // block_bytes * block_bytes) <= 0:

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from mooncake_store.process.bounded_log import LOG_BYTES_MAX, BoundedLog
 
-RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0  # restarts without a pause, and their period in s
+RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0  # most restarts without a pause, within this time in s
 PAUSE_S_MAX = 60.0  # longest pause before a restart
 
 # This program requests SIGTERM at the launcher's death (prctl 1 is PR_SET_PDEATHSIG), then executes
@@ -34,20 +34,20 @@ DIE_WITH_PARENT = (
 
 
 class ChildDied(Exception):
-    """A process that serving needs has died; the message ends with its last log lines."""
+    """A required process died or was not ready in time. The message has its last log lines."""
 
 
 class RestartPolicy(Protocol):
     """Decides when a child that ended is started again."""
 
     def pause_s(self, lived_s: float, now_s: float) -> float | None:
-        """Seconds until the next start; None for no further start. Called once for each end."""
+        """Seconds until the next start; None: no further start. Called once at each end."""
 
 
 @dataclass(slots=True)
 class LimitedRestarts:
-    """Restarts at once, at most RESTARTS_MAX times within RESTARTS_WITHIN_S. For a process that all
-    others need."""
+    """Restarts at once, at most RESTARTS_MAX times within RESTARTS_WITHIN_S. For a process without
+    which no other can serve."""
 
     _at_s: list[float] = field(default_factory=list)
 
@@ -59,8 +59,9 @@ class LimitedRestarts:
 
 @dataclass(slots=True)
 class GrowingPauses:
-    """Always restarts: RESTARTS_MAX short lives at once, then with pauses that double to
-    PAUSE_S_MAX. For one of several similar processes, whose failure must not end the others."""
+    """Always restarts: at once after the first RESTARTS_MAX lives in a row that are shorter than
+    RESTARTS_WITHIN_S, then after pauses of 2 s, 4 s and so on, up to PAUSE_S_MAX. For one of
+    several similar processes, so that its failure does not end the others."""
 
     _short_lives: int = 0
 
@@ -72,7 +73,7 @@ class GrowingPauses:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    arguments: list[str]  # the first is the path of a program
+    arguments: list[str]  # the first is the program's path; it is not searched in PATH
     env: Mapping[str, str]
 
 
@@ -88,13 +89,13 @@ class ChildProcess:
         policy: RestartPolicy | None = None,
         log_bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
-        """Starts the process. `command` is called at each start, because ports may change."""
+        """Start the process. `command` is called at each start, because ports may change."""
         self.name = name
         self.log_path = log_path
         self._log = BoundedLog(log_path, log_bytes_max)
         self._command, self._cwd = command, cwd
         self._policy = policy or LimitedRestarts()
-        self._due_s: float | None = None  # time of the next start, in s; None while the child runs
+        self._due_s: float | None = None  # monotonic time of the next start; None: the child runs
         self.starts = 0
         self._process = self._start()
 
@@ -115,8 +116,8 @@ class ChildProcess:
             )
 
     def supervise(self) -> float | None:
-        """Restart a child that ended, after its pause. Returns the pause in seconds once for each
-        end, else None. Raises ChildDied if the policy allows no further restart."""
+        """Restart a child that ended, after its pause. Only the first call after each end returns
+        the pause, in seconds. Raises ChildDied if the policy allows no further restart."""
         if self._process.poll() is None:
             return None
         now_s, pause_s = time.monotonic(), None
@@ -132,11 +133,11 @@ class ChildProcess:
         return pause_s
 
     def bound_log(self) -> int:
-        """Shorten a log that is too long; returns the bytes removed from its front."""
+        """Shorten a log that is too long; returns the number of bytes removed from its front."""
         return self._log.shorten()
 
     def start_again(self) -> None:
-        """Kill and restart at once, without the restart policy."""
+        """Kill and restart the child at once. The restart policy does not count this."""
         self.kill()
         self._process = self._start()
 
@@ -165,8 +166,8 @@ class ChildProcess:
         return self._log.last_lines(lines)
 
     def wait_for_line(self, text: str, deadline_s: float) -> None:
-        """Wait until a line of the log begins with `text`. Raises ChildDied if the child ends or is
-        too slow."""
+        """Wait until a line of the log begins with `text`. Raises ChildDied if the child ends, or
+        after `deadline_s` seconds."""
         give_up_s = time.monotonic() + deadline_s
         while f"\n{text}" not in "\n" + self.log_path.read_text(errors="replace"):
             self.check_alive()
@@ -187,8 +188,8 @@ class ChildProcess:
         self._process.terminate()
 
     def finish(self, deadline_s: float) -> bool:
-        """Wait for the child's end, then kill its process group; True if it ended in time. The
-        group has only the child and its descendants, like the stubs of a crashed Triton."""
+        """Wait up to `deadline_s` seconds for the child's end, then kill its process group. True if
+        it ended in time. The group also has the stub processes of a crashed Triton."""
         try:
             self._process.wait(timeout=max(deadline_s, 0.01))
             ended = True

@@ -1,4 +1,4 @@
-"""Files with several editors: exclusive edits, each of them atomic."""
+"""Files that several processes edit: exclusive and atomic edits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def sole_writer(folder: Path, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Exclude other writers of this folder, so that a read and a later write lose no other edit.
-    `on_wait` is called when another process holds the lock. OSError without access."""
+    """Lock a folder against other callers of this function, so that no edit is lost between a read
+    and a write. `on_wait` is called before a wait for the lock. OSError: no access to `folder`."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -30,9 +30,9 @@ def sole_writer(folder: Path, on_wait: Callable[[], object] = lambda: None) -> I
 def replace_file(
     path: Path, raw: bytes, give_rights: Callable[[int], None], beside: Path | None = None
 ) -> None:
-    """Replace a file atomically, also in case of a power failure. `give_rights` gets the descriptor
-    of the new file while the file is empty and private. `beside` is another folder of the same file
-    system for the temporary file."""
+    """Replace a file atomically, also in case of a power failure. `give_rights` sets owner and mode
+    of the new file by its descriptor, while the file is empty and private. `beside`: a folder of
+    the same file system for the temporary file; None: the folder of `path`."""
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=beside or path.parent)
     try:
         with open(descriptor, "wb") as opened:

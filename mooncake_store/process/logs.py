@@ -1,7 +1,7 @@
 """Log format of all processes: text lines, or one JSON object per line.
 
-An environment variable selects the format, so that all processes of a launch agree. Lines of other
-programs (Triton, etcd) in the same file keep their own format.
+An environment variable selects the format, so that all processes of a launch use the same. Lines of
+other programs (Triton, etcd) in the same file keep their own format.
 
 A JSON line has `time` (UTC), `level`, `logger`, `pid` and `message`. A line about a request also
 has `request_id` and, if one was set, `trace_id`. Exceptions are in `exception`.
@@ -22,8 +22,8 @@ OF_A_REQUEST = ("request_id", "trace_id")  # fields in `extra` of a log call
 def start_logging(
     text_format: str, level: int | str = logging.INFO, is_forced: bool = False
 ) -> None:
-    """Log to stderr, which the launcher redirects to a file, in `text_format` or as JSON. If this
-    process has handlers already, `is_forced` replaces them; else this call changes nothing."""
+    """Log to stderr, which the launcher redirects to a file, in `text_format` or as JSON. If the
+    root logger has handlers already, `is_forced` replaces them. Otherwise nothing changes then."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = os.environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonLines() if is_json else logging.Formatter(text_format))
@@ -31,7 +31,7 @@ def start_logging(
 
 
 class JsonLines(logging.Formatter):
-    """Formats each record as one line, whatever the message contains."""
+    """Formats each record as one line, even if its message has several."""
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))

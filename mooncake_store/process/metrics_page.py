@@ -1,7 +1,7 @@
 """Prometheus metrics of a store process: GET http://HOST:PORT/metrics.
 
-A page has its own registry, so that it shows no metrics of other libraries, and its own threads.
-Collectors supply the metrics from numbers that other modules maintain.
+A page has its own threads, and its own registry, so that it shows no metrics of other libraries.
+Collectors make the metrics from numbers that other modules maintain.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from mooncake_store.errors import StoreError
 from mooncake_store.process.bounded_http import BoundedHttpServer
 
 LOOPBACK = "127.0.0.1"  # default address of pages
-# Bucket limits in seconds.
+# Bucket limits of latency histograms, in seconds.
 SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class PortTaken(StoreError):
-    """The address of the metrics page cannot be used; the message names the option to change."""
+    """The page cannot listen at its address; the message names the option to change."""
 
 
 class MetricsPage:
@@ -53,7 +53,7 @@ class MetricsPage:
 
 
 class Latencies(Collector):
-    """A histogram of seconds per verb. Thread-safe; a few microseconds per value."""
+    """A histogram of seconds per verb. Thread-safe; observe() takes a few microseconds."""
 
     def __init__(self, name: str, meaning: str) -> None:
         self._histogram = Histogram(name, meaning, ["verb"], buckets=SECONDS, registry=None)

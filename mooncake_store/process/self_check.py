@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
-PERIOD_S = 1.0
-EXIT_STATUS = 70
+PERIOD_S = 1.0  # from one check to the next
+EXIT_STATUS = 70  # of a process whose check failed
 VARIABLE = "MOONCAKE_SELF_CHECK"  # environment variable: "1" enables the check
 
 
@@ -22,7 +22,7 @@ def is_switched_on() -> bool:
 
 
 class SelfCheck:
-    """Call `run` often, from one thread."""
+    """Calls `check` periodically, if `run` is called often. For one thread."""
 
     def __init__(
         self, check: Callable[[], None], is_on: bool, end: Callable[[int], object] = os._exit
@@ -34,7 +34,7 @@ class SelfCheck:
         self.passed = 0
 
     def run(self, now_s: float) -> None:
-        """Check at most once per PERIOD_S. An AssertionError ends the process (see its log)."""
+        """Check at most once per PERIOD_S. An AssertionError is logged and ends the process."""
         if not self._is_on or now_s < self._due_s:
             return
         self._due_s = now_s + PERIOD_S

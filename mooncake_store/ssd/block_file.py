@@ -1,19 +1,19 @@
 """The SSD tier's block file, and batched I/O between the file and the segment.
 
-The file is allocated completely, locked, and opened with O_DIRECT. O_DIRECT keeps blocks out of the
-page cache: the segment holds them already, and a cache would use memory that the segment needs.
-Where a filesystem rejects O_DIRECT, buffered I/O is used. All space is allocated at start
-(posix_fallocate), so writes do not fail later when other processes fill the disk. An existing file
-keeps its blocks and is extended or truncated. The owner holds an exclusive flock, so two nodes
-never write one file.
+The file is opened with O_DIRECT, which bypasses the page cache: cached blocks would take memory
+that the segment needs. Where a filesystem rejects O_DIRECT, buffered I/O is used. All space is
+allocated at start (posix_fallocate), so writes do not fail later when other processes fill the
+disk. An existing file keeps its blocks and is extended or truncated. The owner holds an exclusive
+flock, so two nodes never write one file.
 
-`NixlLane` posts a batch to NIXL's POSIX plugin, which keeps many requests in the disk's queue.
-`ThreadLane` calls preadv and pwritev in a few threads. bench/RESULTS.md compares their speed. Both
-start a batch with post() and end it with wait(), so that the caller can verify one batch while the
-next one is in flight. A lane is used by one thread at a time; `Lanes` hands lanes out.
+A lane moves batches of blocks. `NixlLane` posts a batch to NIXL's POSIX plugin, which keeps many
+requests in the disk's queue. `ThreadLane` calls preadv and pwritev in a few threads.
+bench/RESULTS.md compares their speed. Both start a batch with post() and end it with wait(), so
+that the caller can verify one batch while the next one is in flight. `Lanes` gives each lane to one
+thread at a time.
 
 If the disk hangs, an abandoned batch is kept with its lane until the batch ends. The kernel may
-still write, and freeing memory in use aborts the process in NIXL's destructor, also at exit.
+still write to its memory. NIXL's destructor aborts the process if a batch in flight is freed.
 
 Not here: which blocks are moved and verified (ssd_tier.py), where blocks are (manifest.py).
 """
@@ -38,19 +38,19 @@ from mooncake_store.errors import SsdRefused, StoreError, TransferFailed, Transf
 from mooncake_store.memory.buffers import ByteArray
 
 log = logging.getLogger("mooncake_store.ssd")
-# of addresses, offsets and lengths with O_DIRECT; enough for every current disk
+# alignment of addresses, offsets and lengths for O_DIRECT; enough for every current disk
 IO_ALIGN_BYTES = 4096
 # errors of a disk that is full, over quota, over a file size limit, broken, or read-only
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-LANES_MAX = 4  # batches in flight on the disk at once
-THREADS = 8
-SPIN_S = 0.0002  # a small read has ended by then; a sleep costs about 0.1 ms
-# the next poll comes after this part of the time waited so far: at most 6 % late
+LANES_MAX = 4  # lanes in use at once; each may have several batches in flight
+THREADS = 8  # shared by all ThreadLanes of a file
+SPIN_S = 0.0002  # polling without sleep; enough for a small read, and a sleep costs about 0.1 ms
+# Later, each sleep is this fraction of the time waited so far, so the wait is at most 6 % too long
 WAIT_STEP = 1 / 16
 
 
 class BlockFile:
-    """One open block file. `descriptor` is for I/O; `is_direct`: O_DIRECT is in use."""
+    """One open block file. `is_direct`: reads and writes of `descriptor` use O_DIRECT."""
 
     def __init__(self, path: str, capacity_bytes: int) -> None:
         """SsdRefused: change the options. OSError: the disk failed or is full; retry later."""
@@ -98,7 +98,7 @@ class BlockFile:
         try:
             os.posix_fallocate(self.descriptor, 0, capacity_bytes)
         except OSError:
-            # other users need the space more than a half-allocated file
+            # free the space that was allocated before the disk was full
             os.ftruncate(self.descriptor, had_bytes)
             raise
 
@@ -110,9 +110,9 @@ class BlockFile:
 
 
 class Row(NamedTuple):
-    """`length_bytes` at these offsets in the memory and in the file."""
+    """One contiguous span to move between memory and file. Multiples of IO_ALIGN_BYTES."""
 
-    memory_bytes: int  # offset, a multiple of IO_ALIGN_BYTES
+    memory_bytes: int  # offset in the memory
     file_bytes: int  # offset in the file
     length_bytes: int
 
@@ -126,17 +126,17 @@ class DiskLane(Protocol):
         """Start a batch. TransferFailed: it cannot be started."""
 
     def wait(self, batch: Any, until_s: float) -> None:
-        """Wait for a batch. OSError or TransferFailed: it failed. TransferTimeout: it is in
-        flight."""
+        """Wait until the batch has ended. OSError, TransferFailed: it failed. TransferTimeout: it
+        is still in flight at `until_s` (monotonic)."""
 
     def has_ended(self, batch: Any) -> bool:
-        """True if nothing of an abandoned batch is in flight, whatever its result."""
+        """True if no part of this abandoned batch is in flight, whether it failed or not."""
 
     def close(self) -> None: ...
 
 
 def move(descriptor: int, memory: ByteArray, is_write: bool, row: Row) -> None:
-    """One row by plain system calls; OSError with the disk's errno."""
+    """Move one row by preadv or pwritev. OSError has the disk's errno."""
     view = memory[row.memory_bytes : row.memory_bytes + row.length_bytes].data
     call = os.pwritev if is_write else os.preadv
     done_bytes = 0
@@ -177,7 +177,7 @@ class ThreadLane:
 
 
 class NixlLane:
-    """NIXL's POSIX plugin."""
+    """Batches by NIXL's POSIX plugin."""
 
     name = "nixl"
 
@@ -221,7 +221,7 @@ class Unfinished:
         with self._lock:
             for batch in batches:
                 pair = (lane, batch)
-                # at exit Python drops all modules, and must not then free the batch
+                # one more reference, so that Python does not free the batch at exit
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(pair))
                 self._kept.append(pair)
 
@@ -265,7 +265,8 @@ class Lanes:
 
     @contextlib.contextmanager
     def lane(self, until_s: float) -> Iterator[DiskLane]:
-        """A lane for this thread, not reused after an exception. TransferFailed: all are busy."""
+        """A lane for this thread. It is not used again after an exception. TransferFailed: all
+        lanes are busy until `until_s` (monotonic)."""
         unfinished.drop_ended()
         if not self._permits.acquire(timeout=max(0.0, until_s - time.monotonic())):
             raise TransferFailed(f"all {LANES_MAX} lanes to the SSD were busy until the deadline")
@@ -281,7 +282,7 @@ class Lanes:
             self._permits.release()
 
     def close(self) -> None:
-        """Close free lanes, and cancel calls that have not begun. Does not wait for the disk."""
+        """Close unused lanes, and cancel calls that have not begun. Does not wait for the disk."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in self._free:
             lane.close()

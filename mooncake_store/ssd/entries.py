@@ -1,20 +1,17 @@
 """The records of an SSD manifest, and the table of blocks that they describe.
 
-A manifest has a header and then records of 64 bytes. PUT: a block is in a slot. DROP: the block
-that starts in a slot is there no longer. Each record has a CRC of itself. All records have one
-size, so a damaged record hides only itself: reading continues with the next one. Damaged bytes at
-the end are an interrupted write.
+A manifest has a header and then records of 64 bytes. PUT: a block is in a slot. DROP: the block is
+no longer in the slot. Each record ends with a CRC of its fields. All records have one size, so
+reading continues after a damaged record. Damaged bytes at the end are an interrupted write.
 
-Losing any record is safe. A lost PUT is a miss. After a lost DROP, the table lists a block whose
-bytes have been replaced. Then the overlapping PUT has a higher generation and wins, or the block's
-checksum fails when the block is loaded.
+Any record may be lost. Without its PUT, a block is a miss. Without its DROP, the table lists a
+block whose bytes may have been replaced. Then the PUT of an overlapping block has a higher
+generation and replaces the entry, or the block's checksum fails when the block is loaded.
 
-Blocks in the table never overlap. A byte per unit shows whether a block starts there. So one
-backward search in a byte string finds the only lower neighbour that may overlap a slot. This needs
-one byte per unit and no tree.
+Blocks in the table never overlap. A byte string with one byte per unit shows where blocks start. So
+one backward search finds the only block below a slot that may reach into the slot.
 
-Not here: the file (manifest.py), the blocks (block_file.py), the choice of what is written (the
-directory).
+Not here: the file (manifest.py), the blocks (block_file.py), the choice of blocks (the directory).
 """
 
 from __future__ import annotations
@@ -40,11 +37,11 @@ assert _HEADER.size + _CRC.size == _RECORD.size + _CRC.size == RECORD_BYTES
 
 
 class SsdEntry(NamedTuple):
-    """A block on the SSD. `slot` is the number of its first unit."""
+    """A block on the SSD."""
 
-    key: bytes
-    slot: int
-    generation: int
+    key: bytes  # block key, 16 bytes
+    slot: int  # number of the first unit in the block file
+    generation: int  # number of this use of the slot; larger for later uses
     checksum: int
     size_bytes: int
     layers: int = 0  # layers whose digests the checksum covers; 0: a block without layers
@@ -60,8 +57,8 @@ class SsdShape(NamedTuple):
         return -(-size_bytes // self.unit_bytes)
 
     def holds(self, entry: SsdEntry) -> bool:
-        """True if the entry is valid and fits. An entry with an impossible generation would block
-        its slot against all later entries."""
+        """True if the entry is valid and fits. An entry with an impossibly high generation is
+        invalid, because no later entry could replace it."""
         end_bytes = (entry.slot + self.units_of(entry.size_bytes)) * self.unit_bytes
         is_possible = entry.size_bytes > 0 and entry.generation < GENERATION_MAX
         return is_possible and end_bytes <= self.capacity_bytes
@@ -81,8 +78,8 @@ def pack_header(shape: SsdShape, version: int = MANIFEST_VERSION) -> bytes:
 
 
 def unpack_header(raw: bytes) -> SsdShape:
-    """ManifestDamaged: no header. ManifestVersion: another release wrote it. The 64 bytes have the
-    same layout in all versions, so the two cases can be distinguished."""
+    """The shape in a header. ManifestDamaged: not a valid header. ManifestVersion: another release
+    wrote it. All versions have the same layout, so the two cases can be distinguished."""
     if len(raw) < RECORD_BYTES:
         raise ManifestDamaged(f"it has {len(raw)} bytes, its header alone has {RECORD_BYTES}")
     raw = raw[:RECORD_BYTES]
@@ -110,7 +107,7 @@ class ManifestReplay(NamedTuple):
 
     records: list[tuple[int, SsdEntry]]  # (PUT or DROP, ...); a DROP has only slot and generation
     damaged: int  # records that were skipped
-    whole_bytes: int  # length up to the last readable record
+    whole_bytes: int  # length up to the end of the last readable record
 
 
 def replay(raw: bytes) -> ManifestReplay:
@@ -137,7 +134,7 @@ class EntryTable:
         self.shape = shape
         self._entries: dict[int, SsdEntry] = {}
         self._starts = bytearray(shape.capacity_bytes // shape.unit_bytes)
-        self._units_max = 1  # of any block so far: limits the distance of a lower neighbour's start
+        self._units_max = 1  # units of the largest block so far; bounds the backward search
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -150,7 +147,7 @@ class EntryTable:
         return list(self._entries.values())
 
     def overlapping(self, slot: int, size_bytes: int) -> list[SsdEntry]:
-        """The blocks that a block of that size in that slot would overwrite."""
+        """The blocks that a block of this size in this slot would overwrite."""
         end = min(slot + self.shape.units_of(size_bytes), len(self._starts))
         found: list[SsdEntry] = []
         below = self._starts.rfind(_START, max(0, slot - self._units_max), slot)
@@ -165,8 +162,8 @@ class EntryTable:
         return found
 
     def put(self, entry: SsdEntry) -> bool:
-        """Add an entry and remove those it overlaps. False: it does not fit, or a newer one is
-        there."""
+        """Add an entry and remove the entries that it overlaps. False, without a change: it does
+        not fit, or it overlaps an entry of a higher generation."""
         if not self.shape.holds(entry):
             return False
         others = self.overlapping(entry.slot, entry.size_bytes)
@@ -180,7 +177,7 @@ class EntryTable:
         return True
 
     def drop(self, slot: int, generation: int) -> bool:
-        """Remove this use of the slot. False: no block, or another use of the slot, which stays."""
+        """Remove the block of this generation. False: the slot has no block, or another one."""
         entry = self._entries.get(slot)
         if entry is None or entry.generation != generation:
             return False
@@ -188,7 +185,7 @@ class EntryTable:
         return True
 
     def play(self, records: Iterable[tuple[int, SsdEntry]]) -> None:
-        """Apply these records of a manifest."""
+        """Apply the records of a manifest in their order."""
         for kind, entry in records:
             if kind == DROP:
                 self.drop(entry.slot, entry.generation)

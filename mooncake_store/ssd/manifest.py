@@ -1,12 +1,11 @@
 """The SSD tier's manifest file: an append-only log, so that blocks survive a restart of the node.
 
-Records are handed to the kernel but not forced to the disk. So they survive the death of the
-process, also by kill -9. After a power cut some may be missing or refer to unwritten blocks; the
-checksums of blocks detect that (entries.py explains why it is safe). When most records are
-obsolete, the file is rewritten beside itself and renamed into place.
+Records are written without fsync. So they survive the death of the process, also by kill -9. After
+a power cut, records may be missing or refer to unwritten blocks, which is safe (entries.py). When
+most records are obsolete, a new file is written and renamed over the old one.
 
-A manifest that cannot be read, or that describes other units, is renamed to `.damaged`, and the
-tier starts empty: that loses a cache, not data. A manifest of another release stops the node
+A manifest with an invalid header, or for another unit size, is renamed to `.damaged`. The tier then
+starts empty, and its blocks are computed again. A manifest of another release stops the node
 instead, because the operator may want to return to that release. After a change of capacity, blocks
 that still fit are kept.
 
@@ -36,14 +35,14 @@ from mooncake_store.ssd.entries import (
 
 log = logging.getLogger("mooncake_store.ssd")
 DEAD_RECORDS_MIN = 4096  # fewer obsolete records do not justify a rewrite
-DEAD_FRACTION_MAX = 0.75
+DEAD_FRACTION_MAX = 0.75  # of all records in the file
 
 
 class Manifest:
     """Owns `table` and writes its changes to the file. Thread-safe."""
 
     def __init__(self, path: str, shape: SsdShape, must_reset: bool = False) -> None:
-        """ManifestVersion: another release wrote it. OSError: the disk failed."""
+        """ManifestVersion: another release wrote the file. OSError: the disk failed."""
         self.path = path
         self.table = EntryTable(shape)
         self._lock = threading.Lock()
@@ -96,8 +95,8 @@ class Manifest:
         return found
 
     def put(self, entries: Sequence[SsdEntry]) -> None:
-        """Note blocks that are on the disk, in slots that make_room() cleared. OSError: not
-        noted."""
+        """Add blocks that have been written to slots that make_room() cleared. OSError: none is
+        added."""
         with self._lock:
             taken = [entry for entry in entries if self.table.put(entry)]
             assert len(taken) == len(entries), "two blocks in one slot, or no make_room() before"
@@ -110,8 +109,8 @@ class Manifest:
             self._compact_if_dead()
 
     def make_room(self, slots: Iterable[tuple[int, int, int]]) -> list[bool]:
-        """Drop the blocks that a write to these (slot, generation, bytes) will overwrite. False: do
-        not write: a newer block is there, or no room. OSError: no slot may be written."""
+        """Drop the blocks that a write to these (slot, generation, bytes) will overwrite. False for
+        a slot with a newer block, or outside the file: do not write. OSError: write none."""
         with self._lock:
             answers, dead = [], {}
             for slot, generation, size_bytes in slots:
@@ -124,7 +123,7 @@ class Manifest:
             return answers
 
     def drop(self, slot: int, generation: int) -> None:
-        """Drop a corrupt block. OSError: it is dropped from the table but not from the file."""
+        """Drop a corrupt block. OSError: the block is dropped from the table, not from the file."""
         with self._lock:
             self._drop({slot: generation})
 
@@ -142,7 +141,7 @@ class Manifest:
             if written != len(raw):
                 os.write(self._descriptor, raw[written:])
         except OSError:
-            # a record must not be appended to a torn one
+            # remove an incomplete record, because others are appended after it
             os.ftruncate(self._descriptor, start_bytes)
             raise
         self._records += len(records)
@@ -155,7 +154,7 @@ class Manifest:
         if self._is_mostly_dead():
             try:
                 descriptor = self._write_anew()
-            except OSError as error:  # the old file is complete and stays in use
+            except OSError as error:  # continue with the old file, which is complete
                 log.warning("manifest %s cannot be compacted: %s", self.path, error)
                 return
             os.close(self._descriptor)

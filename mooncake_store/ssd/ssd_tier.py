@@ -4,13 +4,13 @@
            unchanged -> keep() in the manifest
     load:  manifest -> O_DIRECT read into the segment -> checksum
 
-Only blocks that the manifest lists are loaded. A block with a wrong checksum is dropped from the
-manifest here, and from the directory by the caller.
+The manifest lists the blocks in the file; only these are loaded. A block with a wrong checksum is
+dropped from the manifest here, and from the directory by the caller.
 
-A disk that fails or is full closes the tier for writing (`is_writable`) for RETRY_S. Reads
+When the disk fails or is full, the tier accepts no writes for RETRY_S (`is_writable`). Reads
 continue, and the node serves from DRAM.
 
-Not here: which blocks (the directory decides), the node's loops (spiller.py, control.py).
+Not here: the choice of blocks (the directory), the node's loops (spiller.py, control.py).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from mooncake_store.ssd.entries import SsdEntry, SsdShape
 from mooncake_store.ssd.manifest import Manifest
 
 log = logging.getLogger("mooncake_store.ssd")
-PART_BYTES = 2 * 2**20  # verified while the next parts are read
-PARTS_AHEAD = 4  # parts in flight on the disk at once
-PART_ROWS_MAX = 128
-GRACE_S = 0.5  # a working disk has ended its requests by then, so no late bytes are possible
-RETRY_S = 60.0
+PART_BYTES = 2 * 2**20  # size of a part, which is verified while the next parts are read
+PARTS_AHEAD = 4  # most parts of one call in flight on the disk
+PART_ROWS_MAX = 128  # most blocks of a part
+GRACE_S = 0.5  # from the deadline to the time at which a working disk has ended all requests
+RETRY_S = 60.0  # from a failure of the disk to the next attempt to write, or to open the tier
 WRITE_S_MAX = 60.0  # a disk that needs longer for one batch is treated as broken
 
 
 class BlockJob(NamedTuple):
-    """A block on the SSD, or to be written there, and its position in the segment."""
+    """A block to load or to write: its entry on the SSD, and its position in the segment."""
 
     entry: SsdEntry
     memory_bytes: int  # offset in the segment, page-aligned
@@ -59,7 +59,7 @@ class LoadOutcome(Enum):
     """The result of loading one block."""
 
     WHOLE = "whole"  # in the segment and verified
-    MISSING = "missing"  # not in the manifest any more
+    MISSING = "missing"  # no longer in the manifest
     CORRUPT = "corrupt"  # dropped from the manifest
     UNREADABLE = "unreadable"  # the disk reported an error
     LATE = "late"  # not started before the deadline
@@ -76,7 +76,7 @@ class SsdCounters:
 
 
 class SsdTier:
-    """Blocks in a file. write() and keep() are called by one thread, load() by any."""
+    """Blocks in a file. One thread may call write() and keep(); any thread may call load()."""
 
     def __init__(
         self,
@@ -108,12 +108,13 @@ class SsdTier:
 
     @property
     def state(self) -> str:
-        """ "direct" or "buffered", the kind of I/O, and whether the tier is closed for writing."""
+        """For example "direct, nixl": with O_DIRECT or buffered, the kind of lane, and whether the
+        tier is closed for writing."""
         how = "direct" if self._file.is_direct else "buffered"
         return f"{how}, {self._lanes.kind}" + ("" if self.is_writable else ", closed for writing")
 
     def write(self, jobs: Sequence[BlockJob]) -> list[bool]:
-        """Which blocks are written to the file now. Only keep() makes them loadable."""
+        """Write blocks to the file. True for each written block; only keep() makes it loadable."""
         written = [False] * len(jobs)
         if not self.is_writable:
             return written
@@ -135,8 +136,7 @@ class SsdTier:
         return written
 
     def keep(self, entries: Sequence[SsdEntry]) -> bool:
-        """Make these blocks loadable, also after a restart. False: the manifest cannot be
-        written."""
+        """Make these blocks loadable, also after a restart. False: the disk failed."""
         try:
             self.manifest.put(entries)
         except OSError as error:
@@ -161,9 +161,10 @@ class SsdTier:
         until_s: float,
         on_digests: Callable[[BlockJob, bytes], None] = lambda job, digests: None,
     ) -> list[LoadOutcome]:
-        """Load blocks into the segment. TransferTimeout: the disk hangs, and bytes may still
-        arrive. TransferFailed: all lanes were busy until `until_s`. `on_digests` receives the
-        packed layer digests of each verified block; b"" for one without layers."""
+        """Load blocks into the segment until `until_s` (monotonic). TransferTimeout: the disk
+        hangs, and bytes may still arrive. TransferFailed: all lanes were busy until then.
+        `on_digests` receives the packed layer digests of each verified block, or b"" without
+        layers."""
         known = [self.manifest.table.find(job.entry.slot) == job.entry for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         indices = [index for index, is_known in enumerate(known) if is_known]
@@ -186,7 +187,7 @@ class SsdTier:
         return outcomes
 
     def _verified(self, memory_bytes: int, entry: SsdEntry) -> tuple[bytes, int]:
-        """The layer digests of a block in the segment, and its checksum."""
+        """The packed layer digests of a block in the segment, and the block's checksum."""
         if not entry.layers:
             return b"", self.checksum(memory_bytes, entry.size_bytes)
         view = self._memory[memory_bytes : memory_bytes + entry.size_bytes]
@@ -213,10 +214,9 @@ class SsdTier:
     def _move(
         self, is_write: bool, jobs: Sequence[BlockJob], indices: Sequence[int], until_s: float
     ) -> Iterator[tuple[int, OSError | None]]:
-        """Move these jobs; yields (index, error or None) of each, part by part as parts end.
-        While the caller handles one part, the next ones are in flight. After `until_s` no part
-        is started, and the remaining jobs are not yielded. Parts in flight then have GRACE_S to
-        end."""
+        """Move these jobs; yields (index, error or None) for each, part by part. While the caller
+        handles one part, the next ones are in flight. After `until_s` no part is started, and its
+        jobs are not yielded. Parts in flight then have GRACE_S to end."""
         parts = [
             (part, [self._row(jobs[index]) for index in part]) for part in _parts(jobs, indices)
         ]
@@ -253,7 +253,7 @@ class SsdTier:
             return error
 
     def _wait(self, lane: DiskLane, posted: object, until_s: float) -> Exception | None:
-        """None: the whole part succeeded. TransferTimeout: bytes may be in flight."""
+        """The error of the part; None: it succeeded. TransferTimeout: bytes may be in flight."""
         if isinstance(posted, TransferFailed):
             return posted
         try:
@@ -280,7 +280,7 @@ class SsdTier:
 
 
 def _parts(jobs: Sequence[BlockJob], indices: Sequence[int]) -> list[list[int]]:
-    """The indices in runs of about PART_BYTES."""
+    """The indices in runs of at most PART_BYTES and PART_ROWS_MAX; a larger block is alone."""
     parts: list[list[int]] = []
     part_bytes = PART_BYTES
     for index in indices:
