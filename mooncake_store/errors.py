@@ -69,7 +69,7 @@ class LayoutMismatch(StoreError):
 
 
 class FingerprintMismatch(StoreError):
-    """The worker's KV does not match its pool: the worker must not start."""
+    """The KV of this worker and of another worker do not fit each other: do not start it."""
 
 
 class TransferFailed(StoreError):

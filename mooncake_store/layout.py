@@ -26,7 +26,7 @@ STATE_WRITING, STATE_READY = 1, 2  # header states: payload incomplete, payload 
 STATE_EPHEMERAL = 3  # only in inventories: payload complete, and used by a single request
 DIGEST_BYTES = 8  # xxh3_64 of one layer of a block
 DIGEST_FOR_BYTES = 1024  # payload bytes per digest in a cell; smaller layers may have no digests
-SLOT_ALIGN_BYTES = 4096  # payloads start at a memory page, as O_DIRECT requires
+SLOT_ALIGN_BYTES = 4096  # the payloads start at a memory page, as O_DIRECT requires
 
 
 def blocks_touched(tokens: int, block_tokens: int) -> int:

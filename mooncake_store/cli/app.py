@@ -1,4 +1,4 @@
-"""The commands of `mooncake store`. Each makes a few client calls; an error is printed as a line."""
+"""The commands of `mooncake store`. Each makes a few client calls and reports errors on stderr."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
 @contextlib.contextmanager
 def shown_errors() -> Iterator[None]:
-    """Print an error of the store or of a process as one line on stderr; exit with status 1."""
+    """Print an error of the store or of a process on stderr, and exit with status 1."""
     try:
         yield
     except (StoreError, ChildDied, OSError) as error:  # a ZMQError is an OSError

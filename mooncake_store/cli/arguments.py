@@ -32,7 +32,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
-    """'512M', '1GiB', '1073741824' -> bytes. BadParameter if invalid, with `option` as its name."""
+    """'512M', '1GiB', '1073741824' -> bytes. BadParameter: not a size, or outside the bounds."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 RENEW_S_MAX = 3.0  # from a renewal to the first log line about a port that cannot be bound
 RENEW_NOTE_S = 60.0  # between two log lines about such a port, or about a key that is not renewed
 HANDSHAKE_MS = 5_000  # timeout for clients that connect and send nothing
-SILENT_FAILURES_MAX = 3  # failed handshakes without a cause; a server that exits causes one or two
-LOST_FAILURES = 10  # failed handshakes between two is_lost() that show a lost connection
+SILENT_FAILURES_MAX = 3  # failures without a cause until AccessRefused; a server's exit causes 1-2
+LOST_FAILURES = 10  # failed handshakes from one is_lost() to the next that show a lost connection
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -250,7 +250,7 @@ class PeerAccess:
     def must_redial(self) -> bool:
         """True if a handshake failed, and other or renewed keys remain. Then call connect() again,
         best with a new socket. False: none failed, or ZeroMQ itself retries with the same keys.
-        AccessRefused: all keys failed. Failures without a cause count from SILENT_FAILURES_MAX."""
+        AccessRefused: all keys failed; without a known cause, SILENT_FAILURES_MAX times."""
         failure = self._newest_failure()
         if failure is None:
             return False

@@ -62,7 +62,7 @@ class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All valid generations; servers use that with the number `active`, clients try all."""
+    """All valid generations. Servers use the one whose number is `active`; clients try all."""
 
     host: str
     active: int
@@ -122,7 +122,7 @@ class Keys:
     """The keys of one host, from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        """KeysInvalid: a file is missing or unusable, or too many users may access it."""
+        """KeysInvalid: a file is missing or invalid, or a private file has unsafe permissions."""
         self.folder, self.certificate = folder, folder / CERTIFICATE
         self.private_key, self.authorities = folder / PRIVATE_KEY, folder / AUTHORITIES
         if found := problems(folder):

@@ -63,8 +63,8 @@ def checksum_of(view: ByteArray, layers: int) -> int:
 
 
 def copy_and_digest(target: ByteArray, source: ByteArray, layers: int, *, is_read: bool) -> bytes:
-    """Copy equal layers (1-D uint8 of equal length); returns their packed digests. `is_read`
-    selects the side to hash, as in `copy_and_sum`."""
+    """Copy `layers` equal layers (1-D uint8 of equal length); returns their packed digests.
+    `is_read` selects the side to hash, as in `copy_and_sum`."""
     hashed = target if is_read else source
     if source.nbytes <= PIECE_BYTES:
         target[:] = source

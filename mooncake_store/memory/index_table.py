@@ -145,7 +145,7 @@ class IndexTable:
         self._mask = buckets - 1
         self._names: dict[str, int] = {}
         self._local: set[int] = set()  # nodes of this host: their numbers plus 1, as in entries
-        self._turn = 0  # counts replacements; rotates which of the equal entries is replaced
+        self._turn = 0  # replacements so far; rotates among entries of equal precedence
         self.entries = 0
         _refuse_living(path)
         self._descriptor = create_locked(path)

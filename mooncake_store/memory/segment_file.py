@@ -23,7 +23,7 @@ from pathlib import Path
 from mooncake_store.errors import StoreError
 from mooncake_store.process.available_memory import memory_available_bytes
 
-# Attempts to lock a file, because a reader's liveness check holds the lock for a time slice at most
+# Attempts to lock a file. A reader's liveness check may hold the lock, for a time slice at most.
 ATTEMPTS_MAX = 20
 ATTEMPT_S = 0.01  # seconds between two attempts
 MEMORY_SPARE_BYTES = 256 * 1024**2  # left for other processes when a segment is created

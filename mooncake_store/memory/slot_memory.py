@@ -6,8 +6,8 @@ header. After a restart of the directory, the node lists its blocks from the hea
 with a checksum of its fields, so a partly written header counts as "no header".
 
 A segment consists of units, each with a header. A block's header is that of its first unit. The
-writer of a slot clears the headers of the block's other units first. So a header inside a block
-shows that other bytes were written there later, because blocks of several sizes share the memory.
+writer of a slot clears the headers of the block's other units first. Blocks of several sizes share
+the memory. So a header inside a block shows that another block was written there later.
 
 The digests of a block's layers are in a region of their own, in the cells of its units. The block's
 checksum verifies the digests (digests.py), so no writer needs to clear old ones.

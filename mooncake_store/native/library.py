@@ -7,7 +7,7 @@ MOONCAKE_NATIVE=off selects Python everywhere.
 
 The cache folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake. If that
 folder cannot be used, it is a folder of this user in the system's temporary folder. A library that
-another user could have written is not loaded. Of processes that start together, one compiles.
+another user could have written is not loaded. While one process compiles, others wait.
 
 Not here: the functions' arguments, which their callers declare (`function`).
 """
@@ -45,7 +45,7 @@ FLAGS = (
     "-Wall",
     "-Wextra",
     "-Werror",
-    # no warning that calls with wide vectors depend on AVX-512; all such calls are in this file
+    # no warning that calls with wide vectors depend on AVX-512; all such calls are in native.c
     "-Wno-psabi",
 )
 COMPILE_S_MAX = 120.0
@@ -62,7 +62,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def why_not() -> str:
-    """Why `library` is None; "" if it is not."""
+    """The reason why there is no library; "" if there is one."""
     return _loaded()[1]
 
 

@@ -185,7 +185,7 @@ class NodeVerbs:
                     f"{self._info.node_id} ({self._memory.shape.units} units)"
                 )
         taken = [block for block in blocks if tier is not None and self._take(block, until_s)]
-        self._refuse_epoch(epoch)  # else, any later inventory has these headers (registration.py)
+        self._refuse_epoch(epoch)  # not raised: any later inventory has these headers
         outcomes = self._restore(tier, taken, until_s) if tier else []
         whole = set()
         for block, (outcome, layers) in zip(taken, outcomes, strict=True):

@@ -44,7 +44,7 @@ SILENT_S_MAX = 2.5  # silence that ends the stamping; the directory sends a hear
 
 
 class IndexWriter:
-    """Writes the table in threads of its own until `close`, whenever no other node writes it."""
+    """Waits until no other node writes the table, then writes it until `close`. Has own threads."""
 
     def __init__(self, info: NodeInfo, address: str, events_address: str) -> None:
         """`address` and `events_address` of the directory."""

@@ -64,8 +64,8 @@ class NodeOptions:
     segment_path: str  # paths of one or more files, joined by ":"
     segment_bytes: int  # of all files together
     segment_numa: tuple[int, ...] = ()  # NUMA node per file; empty: no binding
-    unit_bytes: int = UNIT_BYTES  # of allocation; a power of two
-    is_mapped_only: bool = False  # whether only processes of this host can read, without NIXL
+    unit_bytes: int = UNIT_BYTES  # size of an allocation unit; a power of two
+    is_mapped_only: bool = False  # whether to run without NIXL
     ssd_folder: str = ""  # "" without an SSD
     ssd_bytes: int = 0  # size of the block file, a multiple of unit_bytes; 0 without an SSD
     ssd_io: str = "nixl"  # "nixl" | "threads"
@@ -74,7 +74,7 @@ class NodeOptions:
     data: str = ""  # HOST:PORT of the segment's plain TCP server; "" for none
     advertised: str = ""  # "CONTROL,DATA" as clients reach them; "": the bound addresses
     rack: str = ""  # operator's label; nodes with the same label have a short network path
-    directory: str = ""  # address of the directory's requests
+    directory: str = ""  # address of the directory, or etcd://... of elected directories
     events: str = ""  # address of the event stream; "": elected directory, or no index replica
     has_other_hosts: bool = False  # whether other hosts can reach the directory
     metrics_port: int = 0  # 0: no Prometheus page

@@ -1,9 +1,9 @@
-"""Registration of one holder, which is the DRAM or the SSD of a node, with the directory.
+"""Registration of a holder (the DRAM or the SSD of a node) with the directory.
 
 A directory that has dropped the holder answers a report with `false`. A restarted or newly elected
 directory answers with EpochPassed. The holder then registers again under the same incarnation and
-sends its inventory, a list of its blocks, in batches. Before the last batch it takes no new blocks.
-An interrupted inventory starts again with a new registration, so it is used completely or not.
+sends its inventory, a list of its blocks, in batches. It gets no new blocks before the last batch.
+After an interruption it registers again, so the directory never uses a part of an inventory.
 
 Not here: the contents of a holder (slot_memory.py, ssd/), the time of each report (node.py).
 """

@@ -125,7 +125,7 @@ class Spiller:
 
     def _commit(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
         """Commit the stored copies and abandon the other slots. After a failure the manifest has
-        blocks that the directory lacks. The next inventory has them, if not overwritten before."""
+        blocks that the directory lacks, until the next inventory or until they are overwritten."""
         rows = [
             (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
         ]

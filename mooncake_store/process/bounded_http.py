@@ -22,7 +22,7 @@ OF_ADDRESS_MAX = 32  # connections of one client address
 
 
 class BoundedHttpServer(ThreadingHTTPServer):
-    """Each turn of `serve_forever` closes connections that are too old."""
+    """Each turn of `serve_forever` closes connections that are older than REQUEST_S_MAX."""
 
     daemon_threads = True
     block_on_close = False

@@ -41,7 +41,7 @@ class RestartPolicy(Protocol):
     """Decides when a child that ended is started again."""
 
     def pause_s(self, lived_s: float, now_s: float) -> float | None:
-        """Seconds until the next start; None: no further start. Called once at each end."""
+        """Seconds until the next start; None: never again. Called once each time a child ends."""
 
 
 @dataclass(slots=True)
@@ -59,9 +59,9 @@ class LimitedRestarts:
 
 @dataclass(slots=True)
 class GrowingPauses:
-    """Always restarts: at once after the first RESTARTS_MAX lives in a row that are shorter than
-    RESTARTS_WITHIN_S, then after pauses of 2 s, 4 s and so on, up to PAUSE_S_MAX. For one of
-    several similar processes, so that its failure does not end the others."""
+    """Always restarts, at first without a pause. After RESTARTS_MAX lives in a row that are shorter
+    than RESTARTS_WITHIN_S, the pauses are 2 s, 4 s and so on, up to PAUSE_S_MAX. For one of several
+    similar processes, so that its failure does not end the others."""
 
     _short_lives: int = 0
 
@@ -188,8 +188,8 @@ class ChildProcess:
         self._process.terminate()
 
     def finish(self, deadline_s: float) -> bool:
-        """Wait up to `deadline_s` seconds for the child's end, then kill its process group. True if
-        it ended in time. The group also has the stub processes of a crashed Triton."""
+        """Wait up to `deadline_s` seconds for the child's end, then kill its process group, which
+        includes the stub processes of a crashed Triton. True if the child ended in time."""
         try:
             self._process.wait(timeout=max(deadline_s, 0.01))
             ended = True

@@ -23,7 +23,7 @@ def start_logging(
     text_format: str, level: int | str = logging.INFO, is_forced: bool = False
 ) -> None:
     """Log to stderr, which the launcher redirects to a file, in `text_format` or as JSON. If the
-    root logger has handlers already, `is_forced` replaces them. Otherwise nothing changes then."""
+    root logger already has handlers, `is_forced` replaces them; without it, nothing changes."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = os.environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonLines() if is_json else logging.Formatter(text_format))

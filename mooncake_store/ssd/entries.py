@@ -42,7 +42,7 @@ class SsdEntry(NamedTuple):
     key: bytes  # block key, 16 bytes
     slot: int  # number of the first unit in the block file
     generation: int  # number of this use of the slot; larger for later uses
-    checksum: int
+    checksum: int  # of the block (digests.py)
     size_bytes: int
     layers: int = 0  # layers whose digests the checksum covers; 0: a block without layers
 

@@ -43,7 +43,7 @@ log = logging.getLogger("mooncake_store.ssd")
 PART_BYTES = 2 * 2**20  # size of a part, which is verified while the next parts are read
 PARTS_AHEAD = 4  # most parts of one call in flight on the disk
 PART_ROWS_MAX = 128  # most blocks of a part
-GRACE_S = 0.5  # from the deadline to the time at which a working disk has ended all requests
+GRACE_S = 0.5  # after the deadline; a working disk has ended all requests by then
 RETRY_S = 60.0  # from a failure of the disk to the next attempt to write, or to open the tier
 WRITE_S_MAX = 60.0  # a disk that needs longer for one batch is treated as broken
 
@@ -161,10 +161,9 @@ class SsdTier:
         until_s: float,
         on_digests: Callable[[BlockJob, bytes], None] = lambda job, digests: None,
     ) -> list[LoadOutcome]:
-        """Load blocks into the segment until `until_s` (monotonic). TransferTimeout: the disk
-        hangs, and bytes may still arrive. TransferFailed: all lanes were busy until then.
-        `on_digests` receives the packed layer digests of each verified block, or b"" without
-        layers."""
+        """Load blocks into the segment, until `until_s` (monotonic). TransferTimeout: the disk
+        hangs, and bytes may still arrive. TransferFailed: all lanes were busy. `on_digests`
+        receives the packed layer digests of each verified block, or b"" without layers."""
         known = [self.manifest.table.find(job.entry.slot) == job.entry for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         indices = [index for index, is_known in enumerate(known) if is_known]
@@ -215,8 +214,8 @@ class SsdTier:
         self, is_write: bool, jobs: Sequence[BlockJob], indices: Sequence[int], until_s: float
     ) -> Iterator[tuple[int, OSError | None]]:
         """Move these jobs; yields (index, error or None) for each, part by part. While the caller
-        handles one part, the next ones are in flight. After `until_s` no part is started, and its
-        jobs are not yielded. Parts in flight then have GRACE_S to end."""
+        handles one part, the next ones are in flight. After `until_s` no more parts are started,
+        and their jobs are not yielded. Parts in flight then have GRACE_S to end."""
         parts = [
             (part, [self._row(jobs[index]) for index in part]) for part in _parts(jobs, indices)
         ]
