@@ -51,17 +51,17 @@ STEPS = ("prepare", "switch", "retire")
 
 
 class KeyPair(msgspec.Struct, frozen=True):
-    public: str
-    secret: str
+    public: str  # Z85, 40 characters
+    secret: str  # Z85, 40 characters
 
     def __repr__(self) -> str:
         return f"KeyPair({self.public})"
 
 
 class ClusterGeneration(msgspec.Struct):
-    number: int
-    directory: KeyPair
-    hosts: dict[str, KeyPair]
+    number: int  # 1, 2, ...
+    directory: KeyPair  # of all directories of the cluster
+    hosts: dict[str, KeyPair]  # host -> its CURVE keys
 
 
 class AuthorityState(msgspec.Struct):

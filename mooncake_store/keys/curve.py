@@ -148,7 +148,7 @@ class DirectoryKey:
         self._bound = [each for each in endpoints if is_tcp(each[1])] if self._keys else []
         self._unbound: list[tuple[zmq.Socket[Any], str]] = []
         self._note_due_s = float("-inf")
-        self._number = self._keys.curve.active if self._keys else 0
+        self._number = self._keys.curve.active if self._keys else 0  # generation in use
 
     @property
     def silent(self) -> list[str]:

@@ -115,7 +115,7 @@ def remove_dead_tables(path: str) -> None:
 
 
 def table_bytes(segment_bytes: int) -> int:
-    """Bytes of all buckets: a power of two, at most 1/128 of the segment, at least BYTES_MIN."""
+    """Bytes of all buckets: a power of two near 1/128 of the segment, BYTES_MIN to BYTES_MAX."""
     wished = min(BYTES_MAX, max(BYTES_MIN, segment_bytes // 128))
     return 1 << (wished.bit_length() - 1)
 

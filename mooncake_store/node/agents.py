@@ -28,9 +28,9 @@ log = logging.getLogger("mooncake_store.node")
 class OpenAgents:
     """Names and addresses of the agents for clients, and the functions that close the agents."""
 
-    name: str = ""
-    metadata: bytes = b""
-    nics: tuple[NicAgent, ...] = ()
+    name: str = ""  # of the shared agent; "" without NIXL
+    metadata: bytes = b""  # of the shared agent, for a peer's NIXL
+    nics: tuple[NicAgent, ...] = ()  # the agents of single network cards
     is_local: bool = False  # whether the shared agent serves this host only
     closers: tuple[Callable[[], None], ...] = ()
 

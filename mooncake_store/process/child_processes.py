@@ -74,7 +74,7 @@ class GrowingPauses:
 @dataclass(frozen=True, slots=True)
 class Command:
     arguments: list[str]  # the first is the program's path; it is not searched in PATH
-    env: Mapping[str, str]
+    env: Mapping[str, str]  # the child's whole environment
 
 
 class ChildProcess:
@@ -96,7 +96,7 @@ class ChildProcess:
         self._command, self._cwd = command, cwd
         self._policy = policy or LimitedRestarts()
         self._due_s: float | None = None  # monotonic time of the next start; None: the child runs
-        self.starts = 0
+        self.starts = 0  # number of starts so far
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:

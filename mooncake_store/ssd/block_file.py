@@ -251,7 +251,7 @@ class Lanes:
         self._permits = threading.BoundedSemaphore(LANES_MAX)
         self._lock = threading.Lock()
         self._free: list[DiskLane] = []
-        self.kind = wished
+        self.kind = wished  # of new lanes
         self._free.append(self._make())
 
     def _make(self) -> DiskLane:

@@ -133,7 +133,7 @@ class EntryTable:
     def __init__(self, shape: SsdShape) -> None:
         self.shape = shape
         self._entries: dict[int, SsdEntry] = {}
-        self._starts = bytearray(shape.capacity_bytes // shape.unit_bytes)
+        self._starts = bytearray(shape.capacity_bytes // shape.unit_bytes)  # by unit: 1 or 0
         self._units_max = 1  # units of the largest block so far; bounds the backward search
 
     def __len__(self) -> int:

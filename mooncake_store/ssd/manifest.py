@@ -46,7 +46,7 @@ class Manifest:
         self.path = path
         self.table = EntryTable(shape)
         self._lock = threading.Lock()
-        self._records = 0  # in the file
+        self._records = 0  # number of records in the file, without its header
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path + ".new")  # an interrupted compaction
         if must_reset:
