@@ -11,6 +11,7 @@ import errno
 import importlib.util
 import locale
 import os
+import platform
 import random
 import re
 import shutil
@@ -43,7 +44,7 @@ class TritonInstall:
 
     server: Path  # the tritonserver binary
     python_backend: Path  # folder with libtriton_python.so and triton_python_backend_utils.py
-    stub: Path  # triton_python_backend_stub, which runs a Python model, for the running Python
+    stub: Path  # executable that runs Python models, for the Python version of this process
     library_folders: tuple[Path, ...]  # folders that LD_LIBRARY_PATH must contain
 
     @property
@@ -138,7 +139,7 @@ def problems(
     `size_source` and `port_source` name where the operator sets sizes and ports."""
     for path in (triton.server, triton.python_backend / "libtriton_python.so", triton.stub):
         if not path.exists():
-            yield f"{path} is missing: this Triton has no Python backend for {sys.version[:6]}"
+            yield f"{path} is missing: no models in Python {platform.python_version()}"
     numpy_major = int(version("numpy").split(".")[0])
     if triton.is_bundled and numpy_major >= 2:
         yield (
@@ -166,8 +167,8 @@ def make_writable(folder: Path, option: str) -> None:
     disk; the message names `option`, which chooses another folder."""
     if found := OF_A_SHELL.search(str(folder)):
         raise EnvironmentProblem(
-            f"{folder} has a {found[0]!r} in its path, and Triton starts its Python models by a "
-            f"shell, without quotes. Name a folder without it with {option}, like /tmp/mooncake"
+            f"the path {folder} contains {found[0]!r}, and Triton starts Python models by a shell "
+            f"without quoting the path. Choose another path with {option}, such as /tmp/mooncake"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -210,8 +211,8 @@ def free_ports(
                 ports.append(port)
     if len(ports) < count:
         raise EnvironmentProblem(
-            f"{len(ports)} of {count} free ports of {host} from {port_min} to {port_max - 1} are "
-            "free: end other processes, or use another range"
+            f"{count} free ports of {host} from {port_min} to {port_max - 1} are needed, and "
+            f"{len(ports)} are free: end other processes, or use another range"
         )
     return ports
 
@@ -220,7 +221,7 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterato
     seen: dict[int, str] = {}
     for name, (address, port) in ports.items():
         if port in seen:
-            yield f"{name} and {seen[port]} both want port {port}; give each its own"
+            yield f"{name} and {seen[port]} both use port {port}; give each its own"
         seen[port] = name
         if not 0 < port < 65536:
             yield f"{name} port {port} is not between 1 and 65535"
@@ -235,7 +236,7 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterato
                     remedy = "Name one that it has, or serve this on the host that has it."
                     yield f"{what}: this machine has no address {address}. {remedy}"
                 else:
-                    remedy = f"Stop what listens there, or choose another {source.format(name)}."
+                    remedy = f"End the process that uses it, or set another {source.format(name)}."
                     yield f"{what} ({error.strerror}). {remedy}"
 
 

@@ -2,8 +2,8 @@
 
 The stages of a pipeline group each hold a share of the layers. While the second stage computes the
 first chunk of a prompt, the first stage computes the second chunk. A stage begins a chunk when it
-has finished the previous chunk and has received the hidden states. If the stages are equal, and a
-chunk takes longer the more tokens precede it, the time is
+has finished the previous chunk and has received the hidden states. The formula is exact for equal
+stages whose chunks take longer the more tokens precede them, and otherwise an approximation:
 
     prefill = work + fill
     work    the slowest stage's time for all chunks; then the next prompt may begin
@@ -13,8 +13,8 @@ The queue in front of a request drains at the pace of `work`, since the fill of 
 with the next prompt. A short prompt is one chunk, which the stages compute one after the other. The
 prompt takes as long as on a worker with all layers, plus the hops.
 
-A partly filled last chunk counts as a full chunk, because the full chunk before it keeps the other
-stages busy until then. A worker with all layers is a group of one, without any fill.
+`fill` counts a shorter last chunk as a full one: when that chunk arrives, each later stage is still
+busy with the full chunk before it. A worker with all layers is a group of one, without any fill.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class PipelineEstimate:
     def of(
         cls, stages: Sequence[PrefillEstimate], chunk_tokens: int = 0, hops_s: float = 0.0
     ) -> PipelineEstimate:
-        """Of at least one stage. The slowest stage is that of the longest first chunk."""
+        """The estimate of a group of one or more stages. The slowest stage takes the longest time
+        for a first chunk, or for one token if `chunk_tokens` is unknown."""
         slowest = max(stages, key=partial(_chunk_s, chunk_tokens))
         sums = (sum(parts) for parts in zip(*(stage.coefficients for stage in stages), strict=True))
         others = (

@@ -189,7 +189,10 @@ def put(
     with shown_errors(), StoreClient(find_directory(directory), tenant=tenant) as store:
         if not store.put([parse_key(name)], [content], node)[0]:
             raise StoreError(f"{name} ({shown_bytes(content.nbytes)}) was not stored: no room")
-        copy = store.stat([parse_key(name)])[0][0]
+        copies = store.stat([parse_key(name)])[0]
+        if not copies:
+            raise StoreError(f"{name} was stored and evicted at once: the nodes are full")
+        copy = copies[0]
         if copy.checksum != checksum(content):
             raise StoreError(f"{name} is stored with other content: remove it first")
     console.print(f"{parse_key(name).hex()} {copy.size_bytes} bytes on {copy.node_id}")

@@ -14,7 +14,7 @@ thread of the NIXL agent. KV therefore outlives a worker. The tasks of the Pytho
 5. Serve plain TCP for clients without NIXL, if configured (tcp_server.py).
 
 With a full or broken disk, at start or later, the node serves from DRAM and retries each minute.
-Only a fault of the SSD that an operator must correct stops the node (SsdRefused).
+At the start, a fault of the SSD that an operator must correct stops the node (SsdRefused).
 
 Not here: options and signals (__main__.py), the choice of slots for blocks (directory/).
 """
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.errors import RequestInvalid, StoreError
+from mooncake_store.errors import RequestInvalid, SsdRefused, StoreError
 from mooncake_store.keys.curve import with_key_of
 from mooncake_store.layout import STATE_READY, geometry
 from mooncake_store.memory.index_table import is_wanted, table_path
@@ -265,6 +265,16 @@ class StorageNode:
             blocks = len(self._tier.manifest.table)
             log.info("node_id=%s SSD: %s, %d blocks", options.node_id, self._tier.state, blocks)
 
+    def _retry_tier(self) -> None:
+        """Open the SSD tier of a node that serves from DRAM, and register it."""
+        try:
+            self._open_tier()
+        except SsdRefused as error:
+            self._tier_retry_s = time.monotonic() + RETRY_S
+            log.error("node_id=%s serves without its SSD: %s", self.options.node_id, error)
+        if self._tier is not None:
+            self._join_ssd(self._tier)
+
     def _join_ssd(self, tier: SsdTier) -> None:
         info = self.info
         ssd = NodeInfo(
@@ -300,9 +310,7 @@ class StorageNode:
         RequestInvalid: for example, a newer process has registered under this node id."""
         is_wished = self.options.ssd_folder and self._tier is None
         if is_wished and time.monotonic() >= self._tier_retry_s:
-            self._open_tier()
-            if self._tier is not None:
-                self._join_ssd(self._tier)
+            self._retry_tier()
         try:
             for registration in self._registrations:
                 registration.report()

@@ -133,13 +133,11 @@ class Manifest:
             self._append([pack_drop(slot, generation) for slot, generation in gone])
 
     def _append(self, records: Sequence[bytes]) -> None:
-        raw = b"".join(records)
+        left = b"".join(records)
         start_bytes = (1 + self._records) * RECORD_BYTES
         try:
-            written = os.write(self._descriptor, raw)
-            # a full disk accepts a part and reports the error on the next write
-            if written != len(raw):
-                os.write(self._descriptor, raw[written:])
+            while left:  # A full disk accepts a part and reports the error on the next write.
+                left = left[os.write(self._descriptor, left) :]
         except OSError:
             # remove an incomplete record, because others are appended after it
             os.ftruncate(self._descriptor, start_bytes)

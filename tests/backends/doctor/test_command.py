@@ -91,5 +91,5 @@ def test_a_repository_that_was_rendered_for_one_host_need_not_have_both_roles(
 
 
 def test_a_range_of_ports_without_enough_free_ones_is_named() -> None:
-    with pytest.raises(EnvironmentProblem, match=r"of 3 free ports of .* from 20000"):
+    with pytest.raises(EnvironmentProblem, match=r"3 free ports of .* from 20000"):
         free_ports(3, (), 20_000, 20_002)

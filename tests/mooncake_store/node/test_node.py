@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from mooncake_store.errors import SsdRefused
 from mooncake_store.memory.segment import Segment
+from mooncake_store.node import node as node_module
 from mooncake_store.node.node import Clients, NodeOptions, StorageNode
 from mooncake_store.records.membership import NodeInfo
 from tests.mooncake_store.in_process import InProcessDirectory
@@ -173,3 +175,27 @@ def test_a_report_registers_again_under_the_same_incarnation() -> None:
         node.close()
         node.close()
     assert directory.nodes() == [] and not Path(path).exists()
+
+
+def test_a_node_whose_ssd_is_refused_at_a_retry_serves_from_dram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors: list[Exception] = [OSError("the disk is full"), SsdRefused("a live process has it")]
+
+    def fail(*_: object) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(node_module, "SsdTier", fail)
+    monkeypatch.setattr(node_module, "RETRY_S", 0.0)
+    directory = InProcessDirectory()
+    path = f"/dev/shm/mooncake-test-{os.getpid()}-{secrets.token_hex(4)}"
+    options = NodeOptions(
+        "s0", path, SIZE, is_mapped_only=True, ssd_folder=str(tmp_path), ssd_bytes=SIZE
+    )
+    clients = Clients(directory, directory, directory)  # type: ignore[arg-type]
+    node = StorageNode(options, clients, lambda: None)
+    try:
+        assert node.report() and not errors, "the retry came"
+        assert node.stats().ssd == "not available" and directory.nodes() == [node.info]
+    finally:
+        node.close()

@@ -85,6 +85,18 @@ def test_an_older_use_of_a_slot_may_not_touch_a_newer_one(full: Path) -> None:
     manifest.close()
 
 
+def test_a_record_that_the_disk_takes_in_small_parts_is_written_whole(
+    full: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.write
+    manifest = Manifest(str(full), SHAPE)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, raw: write(descriptor, raw[:7]))
+        put(manifest, entry(20, 4), entry(30, 5))
+    manifest.close()
+    assert reopened(full)[3:] == [entry(20, 4), entry(30, 5)]
+
+
 def test_a_record_of_an_absurd_generation_does_not_keep_its_slot_for_ever(path: Path) -> None:
     manifest = Manifest(str(path), SHAPE)
     damaged = SsdEntry(b"k" * 16, 2, 2**63, 0, 4096)
