@@ -1,1 +1,1 @@
-"""GPU support: recorded steps, kernels that read pages in place, copies concurrent with steps."""
+"""GPU support: CUDA graphs, kernels that read pages in place, copies concurrent with steps."""

@@ -1,16 +1,16 @@
 """CUDA graphs of decode steps: a few padded shapes, each recorded once and replayed.
 
 A decode step consists of hundreds of small kernels, and launching them one by one takes longer than
-their execution. So a step is recorded once per shape as a CUDA graph. Its inputs (token ids,
-positions, page tables) are static tensors, and the device computes everything else from them. A
-later step of the same shape needs one copy of the inputs and one replay.
+their execution. So the first step of each shape is recorded as a CUDA graph. The graph's inputs
+(token ids, positions, page tables) are *static* tensors: their addresses never change. The device
+computes everything else from them. A later step of this shape is one copy and one replay.
 
 A batch is padded to the next size in BATCHES, and the width of its page tables to a power of two.
-Padding repeats the sequence with the shortest context. It writes the same values to the same rows
-as this sequence, so it needs no page and changes no other page.
+The padding repeats the sequence with the shortest context. The repetitions write the same values to
+the same rows as that sequence, so they need no page of their own.
 
-Without CUDA, `Recorder` only calls the step again, so tests of padding and plan need no GPU. After
-a failed recording or replay, every step uses the plan of step_plan.py, which is not padded.
+Without CUDA, `Recorder` only calls the step again, so padding and plans are tested without a GPU.
+After a failed recording or replay, every step uses the plan of step_plan.py, without padding.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mooncake_store.layout import KvLayout, blocks_touched
 
 log = logging.getLogger(__name__)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of sequences in recorded steps
-WARM_TIMES = 2  # calls before a recording, in which libraries select kernels and allocate memory
+WARM_TIMES = 2  # warm-up calls of a step before its recording (libraries allocate memory in them)
 
 Step = Callable[[], torch.Tensor]
 
 
 class Recorder:
-    """Calls the step again instead of a replay. For devices without CUDA graphs."""
+    """For devices without CUDA graphs: calls the step again instead of a replay."""
 
     def record(self, step: Step) -> Step:
         """A function that repeats the device work of `step` on the same tensors."""
@@ -44,7 +44,7 @@ class Recorder:
 
 
 class CudaRecorder(Recorder):
-    """Records CUDA graphs. They share memory for intermediate tensors: one graph runs at a time."""
+    """Records CUDA graphs. Only one runs at a time, so all share memory of intermediate tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class CudaRecorder(Recorder):
             for _ in range(WARM_TIMES):
                 step()
         torch.cuda.current_stream(self._device).wait_stream(aside)
-        # thread_local: other threads may copy pages during the recording.
+        # With thread_local, other threads may copy pages during the recording.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"
         ):
@@ -74,7 +74,7 @@ class CudaRecorder(Recorder):
 def padded_inputs(
     batch: Sequence[Work], sequences: int, width: int, block_tokens: int
 ) -> NDArray[np.int64]:
-    """Flat, padded: token ids [sequences], positions [sequences], tables [sequences, width]."""
+    """One array: padded token ids [sequences], positions [sequences], tables [sequences, width]."""
     inputs = np.empty(sequences * (2 + width), dtype=np.int64)
     token_ids, positions = inputs[:sequences], inputs[sequences : 2 * sequences]
     tables = inputs[2 * sequences :].reshape(sequences, width)
@@ -84,7 +84,7 @@ def padded_inputs(
     for row, sequence in zip(tables, batch, strict=False):
         count = blocks_touched(sequence.end, block_tokens)
         row[:count] = sequence.pages[:count]
-        row[count:] = sequence.pages[0]  # masked, but must be finite: repeat a page
+        row[count:] = sequence.pages[0]  # any page with finite values, because it is masked
     shortest = int(positions[:real].argmin())
     for each in (token_ids, positions, tables):
         each[real:] = each[shortest]
@@ -103,14 +103,14 @@ class StaticStep:
         kernels: PagedKernels | None = None,  # None: the pages are gathered
     ) -> None:
         self.sequences, self.width = sequences, width
-        self.step: Step | None = None  # the recorded step; None: not recorded yet
+        self.step: Step | None = None  # replays the recorded step; None: not recorded yet
         self._layout = layout
         self._attend = None if kernels is None else kernels.static(sequences, width)
-        # The result of `padded_inputs` on the device, so that one copy is enough.
+        # One tensor for the whole result of `padded_inputs`, so that one copy is enough.
         self.inputs = torch.zeros(sequences * (2 + width), dtype=torch.int64, device=device)
 
     def bring(self, inputs: NDArray[np.int64]) -> None:
-        """Copy the result of `padded_inputs` to the device. Call it before each replay."""
+        """Copy the result of `padded_inputs` to the device, before each replay."""
         if self._attend is not None:
             tables = inputs[2 * self.sequences :].reshape(self.sequences, self.width)
             self._attend.refresh(tables, inputs[self.sequences : 2 * self.sequences] + 1)
@@ -118,7 +118,7 @@ class StaticStep:
         self.inputs.copy_(host.pin_memory() if self.inputs.is_cuda else host, non_blocking=True)
 
     def plan(self) -> StepPlan:
-        """The plan of the step, which kernels compute from the static inputs in each replay."""
+        """The step's plan. Each replay computes the plan's tensors from the static inputs."""
         sequences, layout = self.sequences, self._layout
         token_ids, positions, flat = self.inputs.split(
             [sequences, sequences, sequences * self.width]
@@ -159,7 +159,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, batch: Sequence[Work]) -> torch.Tensor | None:
-        """float32 logits [len(batch), vocabulary], valid until the next step; None on failure."""
+        """float32 logits [len(batch), vocabulary], valid until the next step. None: it failed."""
         block_tokens = self._memory.layout.block_tokens
         sequences = next(size for size in BATCHES if size >= len(batch))
         pages = max(blocks_touched(sequence.end, block_tokens) for sequence in batch)
@@ -192,7 +192,7 @@ class DecodeGraphs:
         return static
 
     def _entered(self, batch: Sequence[Work]) -> list[int]:
-        """Pages that this step begins to write. They are cleared: masked rows must be finite."""
+        """Pages that this step begins. The caller clears them: masked rows must be finite."""
         block_tokens = self._memory.layout.block_tokens
         return [
             sequence.pages[sequence.start // block_tokens]

@@ -1,12 +1,12 @@
-"""FlashInfer's attention kernels. Our pages have its layout HND. Only this file imports FlashInfer.
+"""FlashInfer's attention kernels, for pages in its layout HND. Only this file imports FlashInfer.
 
-Written for the documented interface of FlashInfer 0.7: BatchDecodeWithPagedKVCacheWrapper and
-BatchPrefillWithPagedKVCacheWrapper plan with host arrays, then run once per layer. This code has
-never run on a GPU, so paged_kernels.py tests it before use.
+The code follows the documentation of FlashInfer 0.7. A BatchDecodeWithPagedKVCacheWrapper or
+BatchPrefillWithPagedKVCacheWrapper plans a step with host arrays, then runs once per layer. This
+code has never run on a GPU, so paged_kernels.py tests it before use.
 
 There is one wrapper for decode sequences and one for prefill sequences. A wrapper holds one plan at
-a time. `_attend` plans again if the wrapper holds another plan. This happens in layer-wise prefill,
-which alternates between the plans of several chunks.
+a time, so `_attend` plans again if the wrapper holds the plan of other sequences. This happens in
+layer-wise prefill, which alternates between several chunks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FlashInferKernels:
             ),
             False: self._package.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"),
         }
-        # PagedSequences.is_decode -> the sequences whose plan the wrapper holds; None: no plan.
+        # PagedSequences.is_decode -> sequences whose plan the wrapper holds; None: no valid plan.
         self._planned_for: dict[bool, PagedSequences | None] = {}
 
     def planned(self, sequences: PagedSequences, staging: Staging) -> Attend:
@@ -54,7 +54,7 @@ class FlashInferKernels:
     ) -> torch.Tensor:
         wrapper = self._wrappers[is_decode]
         if self._planned_for.get(is_decode) is not sequences:
-            self._planned_for[is_decode] = None  # if `plan` raises, the wrapper has no valid plan
+            self._planned_for[is_decode] = None  # `plan` may raise
             self.plan(wrapper, sequences)
             self._planned_for[is_decode] = sequences
         return _run(wrapper, pages, queries)

@@ -1,14 +1,14 @@
 """Copies between the pages of a GPU and their mirror in host memory, concurrent with the steps.
 
-Each direction has its own CUDA stream. CUDA events order these streams and the computing stream, so
-that work waits only for what it needs (A ──▶ B: B waits for A):
+Each direction has its own CUDA stream. CUDA events order these streams and the computing stream, as
+follows (A ──▶ B: B waits for A):
 
     in    the latest completely queued step ──▶ copies ──▶ steps that read or write these pages
     out   computation that is queued so far ──▶ copies ──▶ the thread that reads the mirror
 
 A step waits for copies into all its pages, including pages that it only writes (`PagesArriving`).
-Reason: a copy may be pending when its request ends. The next request of the page may compute in the
-page and import nothing.
+Reason: a request may end while a copy into its page is pending. The next request with this page may
+import nothing, and only compute in the page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PageCopy = tuple[torch.Tensor, torch.Tensor]  # target, source
 
 
 class Done:
-    """Handle of copies. This base class is for copies that are done already."""
+    """Handle of started copies. In this base class, the copies are done already."""
 
     def synchronize(self) -> None:
         """Block the calling thread until the copies are done."""
@@ -42,13 +42,13 @@ class CopyQueue:
     """Copies synchronously, for devices without CUDA."""
 
     def bring(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy into pages, after all steps that are completely queued. Any thread."""
+        """Copy into pages, after all completely queued steps. In any thread."""
         for target, source in copies:
             target.copy_(source)
         return Done()
 
     def fetch(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy from pages, after all work queued on the computing stream. Any thread."""
+        """Copy from pages, after all work that is queued on the computing stream. Any thread."""
         return self.bring(copies)
 
     def step_is_begun(self) -> None:
@@ -103,12 +103,12 @@ class PagesArriving:
 
     def __init__(self, units: int) -> None:
         self._lock = threading.Lock()
-        self.tickets = np.zeros(units, dtype=np.int64)  # unit -> number of its last copy; 0: none
-        self._under_way: dict[int, Done] = {}  # number of a copy -> its handle
+        self.tickets = np.zeros(units, dtype=np.int64)  # unit -> number of its last copy, or 0
+        self._under_way: dict[int, Done] = {}  # number of a pending copy -> its handle
         self._last = 0  # number of the last copy; numbers begin at 1
 
     def sent(self, units: NDArray[np.int64], done: Done) -> None:
-        """Record the copy `done` into these units."""
+        """Record that the copy with handle `done` writes these units."""
         with self._lock:
             over = [ticket for ticket, it in self._under_way.items() if it.is_over()]
             for ticket in over:
@@ -118,8 +118,8 @@ class PagesArriving:
             self.tickets[units] = self._last
 
     def hold(self, units: NDArray[np.int64]) -> None:
-        """Make the computing stream wait for pending copies into these units. The copies then count
-        as done, so that no step waits for them again."""
+        """Make the computing stream wait for pending copies into these units. The units then count
+        as copied, so that no later step waits again."""
         if not self._under_way:
             return
         with self._lock:

@@ -1,16 +1,16 @@
 """Paged attention kernels of a GPU: selects kernels that read K and V in place.
 
-The first of these implementations that passes a test is used:
+`choose` tests the implementations in this order, and takes the first that passes:
 
     flashinfer   if the package is installed (flashinfer_kernels.py)
-    torch        torch's variable-length attention with a block table (torch 2.13 and newer), first
-                 without and then with *key starts*, the argument cu_seq_k. Flash attention 2 needs
-                 pages whose tokens are a multiple of 256
-    none         the pages are gathered in each layer, for torch's attention (layers/)
+    torch        torch's variable-length attention with a block table (torch 2.13 and newer), tested
+                 first without and then with *key starts*, its argument cu_seq_k. If torch runs
+                 Flash Attention 2, the tokens per page must be a multiple of 256
+    none         the fallback: each layer gathers the pages for torch's attention (layers/)
 
-The test runs once, on a few pages of the engine's shape. It compares with torch's plain attention,
-because no library guarantees which shapes it supports. All kernels need K and V in half precision.
-A kernel that fails in a later step is logged. That step uses `plain`, and later steps gather.
+A test compares results on a few pages of the engine's shape with torch's plain attention, because
+no library guarantees which shapes it supports. All kernels need K and V in float16 or bfloat16. If
+kernels raise in a later step, the caller uses `plain` in that step, and the fallback from then on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mooncake_store.layout import blocks_touched
 log = logging.getLogger(__name__)
 DTYPES = (torch.float16, torch.bfloat16)
 TOLERANCE = 3e-2  # largest absolute error in the test, whose inputs are standard normal
-TRIED_PAGES, TRIED_LAYERS = 4, 2  # size of the test's memory
+TRIED_PAGES, TRIED_LAYERS = 4, 2  # size of the KV memory that a test allocates
 PROBLEM_MAX = 160  # characters of a library's error text that are logged
 
 
@@ -45,7 +45,7 @@ Known = Iterable[tuple[str, Callable[[], PagedKernels]]]  # (name, maker) of imp
 
 
 def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
-    """The best working kernels for these pages; None: gather the pages. Logs the choice."""
+    """The best kernels that work for these pages; None: gather the pages. Logged on a GPU."""
     if memory.pool.device.type != "cuda":
         return None
     if memory.layout.kv_factor != 2 or memory.pool.dtype not in DTYPES:
@@ -84,8 +84,8 @@ def known(memory: KvMemory, heads: int) -> Known:
 
 @torch.inference_mode()
 def wrong(kernels: PagedKernels, memory: KvMemory, heads: int) -> str | None:
-    """Test decode, prefill and a static decode step on a few pages. Returns the problem; None: the
-    results are right."""
+    """Test decode steps, prefill steps, and decode steps in the form that a CUDA graph records
+    (*static*). Returns the problem; None: the results are right."""
     layout, device = memory.layout, memory.pool.device
     block_tokens = layout.block_tokens
     made = torch.Generator(device).manual_seed(1)
@@ -96,7 +96,7 @@ def wrong(kernels: PagedKernels, memory: KvMemory, heads: int) -> str | None:
     contexts = np.array([1, block_tokens + 1, 2 * block_tokens], dtype=np.int64)
     for counts in ([1, 1, 1], [1, min(3, block_tokens), 2 * block_tokens - 1]):
         sequences = PagedSequences(np.array(counts, dtype=np.int64), contexts, tables)
-        all_heads = heads + 2 * layout.kv_heads  # a row holds queries, K and V
+        all_heads = heads + 2 * layout.kv_heads  # as in a step, a row has queries, K and V
         qkv = torch.randn(
             sum(counts), all_heads, layout.head_dim, generator=made, device=device
         ).to(pool.dtype)
@@ -111,8 +111,8 @@ def wrong(kernels: PagedKernels, memory: KvMemory, heads: int) -> str | None:
             static.refresh(sequences.padded(), contexts)
             padded, ends = (torch.from_numpy(a).to(device) for a in (sequences.padded(), contexts))
             far = _distance(static.over(padded, ends)(pages, queries), expected)
-        if not far < TOLERANCE:  # also where it is NaN
-            return f"it is off by {far:.2g} for {counts} queries"
+        if not far < TOLERANCE:  # also true if `far` is NaN
+            return f"it is off by {far:.2g} for {counts} queries of three sequences"
     return None
 
 
@@ -121,7 +121,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def plain(pages: torch.Tensor, sequences: PagedSequences, queries: torch.Tensor) -> torch.Tensor:
-    """Reference for an `Attend`: gathers the pages of each sequence for torch's attention."""
+    """The result of an `Attend` (paged_plan.py), by torch's attention over gathered pages."""
     out = torch.empty_like(queries, memory_format=torch.contiguous_format)
     _, _, kv_heads, block_tokens, head_dim = pages.shape
     first = 0
@@ -140,11 +140,12 @@ def plain(pages: torch.Tensor, sequences: PagedSequences, queries: torch.Tensor)
 
 
 class VarlenKernels:
-    """torch.nn.attention.varlen. `has_key_starts`: pass the key starts (cu_seq_k), too. The object
-    has no state, so it is also the StaticAttend of every recorded step."""
+    """torch.nn.attention.varlen. `has_key_starts`: also pass the key starts (cu_seq_k). The object
+    has no state, so `static` returns the object itself for every CUDA graph."""
 
     def __init__(self, has_key_starts: bool) -> None:
-        from torch.nn.attention.varlen import varlen_attn  # ImportError: torch is older than 2.10
+        # torch 2.10 to 2.12 fails in the test (no block_table), older ones raise ImportError here.
+        from torch.nn.attention.varlen import varlen_attn
 
         self.name = "torch's variable-length attention"
         self._attend = varlen_attn
@@ -166,7 +167,7 @@ class VarlenKernels:
         return self
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
-        """Does nothing, because the kernel reads the static tensors themselves."""
+        """Does nothing, because each replay converts the tensors given to `over` again."""
 
     def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> Attend:
         starts = torch.arange(len(tables) + 1, device=tables.device)
@@ -179,16 +180,16 @@ class _VarlenAttend:
     has_key_starts: bool
     tables: torch.Tensor  # [sequences, pages] page numbers
     contexts: torch.Tensor  # [sequences] tokens of each context
-    starts: torch.Tensor  # [sequences + 1] each sequence's first query, then the number of queries
+    starts: torch.Tensor  # [sequences + 1] index of each sequence's first query; number of queries
     queries_max: int = 1  # largest number of queries of a sequence
     # Tokens of the longest context; 0: the tokens for which `tables` has room.
     context_max: int = 0
-    # `tables`, `contexts` and `starts` as int32, and the key starts. None before the first call,
-    # because only then do the tensors have values.
+    # `tables`, `contexts` and `starts` as int32, and the key starts. Set at the first call, because
+    # `Staging.send` fills the tensors after `planned` has made this object.
     _arguments: tuple[torch.Tensor | None, ...] | None = None
 
     def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        if self._arguments is None:  # in the first layer, for all layers
+        if self._arguments is None:  # the first layer converts them for all layers
             self._arguments = self._converted()
         tables, contexts, starts, key_starts = self._arguments
         keys, values = pages.transpose(2, 3).unbind(1)  # [pages, block_tokens, kv_heads, head_dim]
@@ -200,8 +201,8 @@ class _VarlenAttend:
             key_starts,
             self.queries_max,
             self.context_max or self.tables.shape[1] * keys.shape[1],
-            # (-1, 0): a causal mask, aligned to the last key of each sequence. (-1, -1): no mask. A
-            # single query attends to all keys. Without a mask, heads can share the reads of K, V.
+            # (-1, 0) is a causal mask, aligned to each sequence's last key. (-1, -1) is no mask. A
+            # single query needs no mask, and without a mask heads can share the reads of K and V.
             window_size=(-1, -1) if self.queries_max == 1 else (-1, 0),
             enable_gqa=True,
             seqused_k=contexts,

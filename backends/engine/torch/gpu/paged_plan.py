@@ -47,18 +47,18 @@ class PagedAttend:
     """The attention of some sequences, for every layer."""
 
     attend: Attend
-    sequences: PagedSequences | None  # None: a recorded step, whose sequences are on the device
+    sequences: PagedSequences | None  # None: a CUDA graph, whose sequences are on the device
 
 
 class StaticAttend(Protocol):
-    """The attention of a recorded decode step, whose tables and contexts are static tensors."""
+    """Attention in a CUDA graph of a decode step (decode_graph.py), over static tensors."""
 
     def refresh(self, tables: Integers, contexts: Integers) -> None:
-        """Plan for tables [sequences, width] and contexts [sequences], before each replay."""
+        """Plan the next replay, for page tables [sequences, width] and contexts [sequences]."""
         ...
 
     def over(self, tables: torch.Tensor, contexts: torch.Tensor) -> Attend:
-        """The attention over these static device tensors, which the graph records."""
+        """The attention that the graph records, over these static tensors on the device."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 `.to(device)` would copy each tensor separately and synchronously, from memory that the driver has
 to pin first. Here all index arrays of a step are in one pinned buffer, which one asynchronous copy
-transfers. Logits are copied into pinned memory, and the thread waits for a CUDA event. torch's
+transfers. Logits are copied into pinned memory, and the calling thread waits for the copy. torch's
 allocator reuses a pinned buffer only after the last copy from or to it.
 
 On a CPU there are no copies.
@@ -26,7 +26,7 @@ class Staging:
         self._device = device
         self._is_direct = device.type == "cpu" if is_direct is None else is_direct
         self._slabs: list[tuple[torch.Tensor, torch.Tensor]] = []  # (host, device) buffers
-        self._used = 0  # integers in the last buffer
+        self._used = 0  # integers that are used in the last buffer
 
     def put(self, array: NDArray[np.int64]) -> torch.Tensor:
         """The array as an int64 tensor on the device."""
