@@ -18,7 +18,7 @@ Publish = Callable[[MetricPage, Any, float], None]  # (page, subject, now_s)
 
 class MetricsLoop:
     def __init__(self, make_page: Callable[[], MetricPage], publish: Publish, subject: Any) -> None:
-        """The thread calls `make_page`, because this takes dozens of round trips to Triton."""
+        """The thread calls `make_page`, which takes dozens of round trips to Triton."""
         self._make_page = make_page
         self._publish = publish
         self._subject = subject
@@ -28,7 +28,7 @@ class MetricsLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Publish the final values of counters and set gauges to 0. Close the subject first."""
+        """Publish the final counters, and set gauges to 0. `subject` must be closed before."""
         self._is_closing.set()
         self._thread.join(timeout=5.0)
 
@@ -40,7 +40,7 @@ class MetricsLoop:
                 self._publish(page, self._subject, time.monotonic())
                 page.end_round()
                 if page.has_lost_values:
-                    log.warning("lost values of metrics: too many waited for the metrics page")
+                    log.warning("may have lost values of metrics: too many came between two rounds")
                     page.has_lost_values = False
             except Exception:  # Catch all: metrics must not end the model
                 log.exception("metrics were not published")

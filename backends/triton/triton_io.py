@@ -1,4 +1,4 @@
-"""Adapter to Triton's Python backend API. All other files do without it and run under pytest.
+"""Adapter to Triton's Python backend API. No other file imports the API, so they run under pytest.
 
 Translates requests to flat numpy arrays, replies to responses, errors to Triton errors with a code,
 and metrics to series on Triton's metrics port. Reads the `parameters` of config.pbtxt.
@@ -62,7 +62,7 @@ def start_logging() -> None:
 def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
     """(model name, `parameters` of its config.pbtxt, number of instances) from `initialize`."""
     config = json.loads(args["model_config"])
-    # The launcher adds names with a leading underscore (launcher/repository.py).
+    # Names with a leading underscore are the launcher's (launcher/repository.py).
     raw = {
         key: value["string_value"]
         for key, value in config.get("parameters", {}).items()
@@ -73,21 +73,21 @@ def parameters(args: Mapping[str, str]) -> tuple[str, dict[str, str], int]:
 
 
 def repository_of(args: Mapping[str, str]) -> str:
-    """The operator's model repository. `args` may have a mirror of it that the launcher made."""
+    """The operator's model repository. The path in `args` may be the launcher's mirror of it."""
     path = Path(args["model_repository"])
     polled = path.parent if path.name == args["model_name"] else path
     return os.environ.get("MOONCAKE_REPOSITORY", str(polled))
 
 
 def load_error(error: Exception) -> Exception:
-    """The exception to raise in `initialize`, for which Triton logs no traceback."""
+    """An exception for `initialize` to raise. Triton logs its message without a traceback."""
     missing = explained(error) if isinstance(error, ImportError) else ""
     message = f"it {missing}" if missing else str(error)
     return pb.TritonModelException(_decodable(message))
 
 
 def _decodable(message: str) -> str:
-    """Replace surrogates, which stand for undecodable bytes of paths. pybind11 would abort."""
+    """Replace surrogates (undecodable bytes of paths), because pybind11 would abort at them."""
     return message.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -99,8 +99,8 @@ def inputs_of(request: Any) -> dict[str, np.ndarray]:
 def parameters_of(request: Any) -> dict[str, Any]:
     """The request's KServe parameters.
 
-    Triton removes its own parameter `timeout`, in microseconds. This function adds the value as
-    `timeout_ms`, except if the client sent `timeout_ms`.
+    Triton does not list its own parameter `timeout` (microseconds). This function adds its value
+    as `timeout_ms`, except if the client sent `timeout_ms`.
     """
     text = request.parameters()
     found: dict[str, Any] = json.loads(text) if text else {}
@@ -117,7 +117,7 @@ class Reply:
 
     def __init__(self, request: Any) -> None:
         self._sender = request.get_response_sender()
-        self.outputs = frozenset(request.requested_output_names())  # by default all of the model
+        self.outputs = frozenset(request.requested_output_names())  # all outputs by default
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -170,11 +170,11 @@ def worker_call(request: Any, parse: Callable[[bytes], Any]) -> WorkerCall | Sto
     parameters = parameters_of(request)
     given = parameters.get(launch_secret.SECRET_PARAMETER)
     if not given:
-        raise InvalidRequest("workers serve only their own frontend; clients call `conductor`")
+        raise InvalidRequest("workers serve only their own frontends; clients call `conductor`")
     if not launch_secret.is_right(given, launch_secret.secret_of_launch()):
         raise WorkerDistrusts(
-            "worker and frontend have different secrets: the file `secret` in the keys of the two "
-            "hosts differs; copy both folders again and restart both hosts"
+            "worker and frontend have different secrets; if they run on two hosts, copy the key "
+            "folders of both from their source again (`secret` must be equal), and restart both"
         )
     check_version(parameters.get(VERSION_PARAMETER))
     inputs = inputs_of(request)
@@ -271,5 +271,5 @@ class MetricSeries:
 
 
 def metrics_loop(model: str, publisher: str, publish: Publish, subject: Any) -> MetricsLoop:
-    """Starts to publish the metrics of `subject`. `publisher`: its backend in metrics/table.py."""
+    """Starts to publish the metrics of `subject`. `publisher`: conductor, prefill or decode."""
     return MetricsLoop(lambda: MetricPage(publisher, MetricSeries(model)), publish, subject)

@@ -1,7 +1,7 @@
 """Reads the parameters of a prefill or decode worker, and makes the worker.
 
 A *driver* connects a worker to its engine. A *flipping* worker can change its role. Not here: the
-parameters themselves (backends/config_pbtxt.py, engine/trtllm/settings.py), Triton.
+meaning of the parameters (backends/config_pbtxt.py, engine/trtllm/settings.py), Triton's API.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from backends.engine.trtllm import settings as trtllm_settings
 CONFIGS: Mapping[str, Any] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 OTHER_ROLE: Mapping[str, str] = {"prefill": "decode", "decode": "prefill"}
 
-if TYPE_CHECKING:  # Imports are late: Triton retries a wrong config.pbtxt every second.
+# Functions import these modules later: Triton retries a model with a wrong config.pbtxt every
+# second, so the configs are read before the imports, which take long.
+if TYPE_CHECKING:
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.pipeline.later_stage import StageWorker
     from backends.workers.prefill_worker import PrefillWorker
@@ -27,7 +29,7 @@ if TYPE_CHECKING:  # Imports are late: Triton retries a wrong config.pbtxt every
 def config_classes(
     role: str, raw: Mapping[str, str]
 ) -> tuple[tuple[type[Any], ...], Callable[..., Iterable[str]]]:
-    """(config classes for the parameters `raw`, function that finds problems across configs)."""
+    """(config classes for the parameters `raw`, function that finds conflicts of the configs)."""
     own, other = CONFIGS[role], CONFIGS[OTHER_ROLE[role]]
     if raw.get("engine", "") == "tensorrt_llm":
         return (own, trtllm_settings.TrtllmConfig), trtllm_settings.problems_together
@@ -36,13 +38,13 @@ def config_classes(
 
 
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
-    """The worker's config, then the config of TensorRT-LLM or of its other role, if it has one."""
+    """The role's config, and if `raw` selects it, that of TensorRT-LLM or of the other role."""
     classes, together = config_classes(role, raw)
     return read_configs(classes, model, raw, count, together)
 
 
 def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:
-    """Load an engine; returns its driver. `of_engine`: the config of TensorRT-LLM, if used."""
+    """Load an engine and return its driver. `of_engine`: TensorRT-LLM's config, if it is used."""
     if config.engine == "tensorrt_llm":
         from backends.workers.trtllm.decode import TrtllmDecode
         from backends.workers.trtllm.prefill import TrtllmPrefill
@@ -83,7 +85,7 @@ def make_worker(
 def make_flipping_worker(
     role: str, model: str, repository: str, config: Any, of_other_role: Any
 ) -> FlippingWorker:
-    """A worker of both roles that starts with `role`. Measures each role that has no profile."""
+    """Make a worker that starts with `role`. Measures each role that has no machine profile."""
     from backends.workers import machine_profile
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.lasting_parts import LastingParts

@@ -42,7 +42,7 @@ class WorkerModel:
                     self._worker.submit(call.body, call.token_ids, reply)
             except Exception as error:  # Catch all: one bad request must not fail others
                 reply.fail(error)
-        return None  # decoupled: each reply sends its own responses
+        return None  # Triton's decoupled mode: each reply sends its own responses
 
     def finalize(self) -> None:
         self._worker.close(CLOSE_S_MAX)
@@ -65,13 +65,13 @@ class WorkerModel:
         self._worker.on_change = self._changed
 
     def _changed(self, worker: Any) -> None:
-        """Publish the metrics of the new role, after the worker has changed its role."""
+        """Publish the metrics of `worker`, which has a new role."""
         self._metrics.close()
         self._metrics = self._metrics_of(worker, self._metrics.page)
 
     def _metrics_of(self, worker: Any, before: MetricPage | None = None) -> MetricsLoop:
-        """`before`: the page of the worker's earlier role, whose lasting counters continue."""
-        # Imported late, because Triton retries a model with a wrong config.pbtxt every second.
+        """`before`: the page of the earlier role, whose counters in `LASTING` continue."""
+        # Imported after the configs were read, as in worker_kinds.py.
         from backends.workers import metrics as worker_metrics
 
         role = worker.process.info.role
