@@ -560,7 +560,7 @@ class Store:
         return self._restorer.restored_blocks
 
     @property
-    def agents_given_up(self) -> int:
+    def agents_abandoned(self) -> int:
         """NIXL agents that this process has abandoned and will not use again."""
         return frozen_agents()
 

@@ -119,7 +119,7 @@ def _rows(counted: Mapping[str, object], **attributes: str) -> Rows:
 
 
 def nic_families(
-    prefix: str, counted: Mapping[str, NicCounters], agents_given_up: int
+    prefix: str, counted: Mapping[str, NicCounters], agents_abandoned: int
 ) -> Iterator[Metric]:
     """Traffic of each network card that has its own NIXL agent; nothing without such cards."""
     if not counted:
@@ -135,25 +135,25 @@ def nic_families(
         prefix + "nic_failures",
         "failed: transfers or posts that failed; given_up: overdue parts that were abandoned.",
         ["nic", "kind"],
-        _rows(counted, failed="failures", given_up="given_up"),
+        _rows(counted, failed="failures", given_up="abandoned"),
     )
     yield counters(
         prefix + "nic_rests",
         "Cool-downs of this card's paths.",
         ["nic"],
-        [((name,), c.rests) for name, c in items],
+        [((name,), c.cool_downs) for name, c in items],
     )
     yield gauges(
         prefix + "nic_resting_paths",
         "Paths of this card in cool-down now.",
         ["nic"],
-        [((name,), c.resting) for name, c in items],
+        [((name,), c.cooling_down) for name, c in items],
     )
     yield counter(
         prefix + "nixl_agents_given_up",
         "NIXL agents frozen after a path was abandoned; a frozen agent stays until the process "
         "ends.",
-        agents_given_up,
+        agents_abandoned,
     )
 
 

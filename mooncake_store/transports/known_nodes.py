@@ -126,23 +126,23 @@ class KnownNodes:
         """Query the directory; StoreUnavailable if it does not answer."""
         asked_s = time.monotonic()
         nodes = {info.node_id: info for info in self._directory.nodes()}
-        there = {(info.node_id, info.incarnation) for info in nodes.values()}
+        listed = {(info.node_id, info.incarnation) for info in nodes.values()}
         with self._lock:
             self._gone_s |= dict.fromkeys(self._nodes, asked_s)
             self._gone_s = {name: s for name, s in self._gone_s.items() if name not in nodes}
-            over = [name for name, gone_s in self._gone_s.items() if asked_s - gone_s > GONE_S]
+            expired = [name for name, gone_s in self._gone_s.items() if asked_s - gone_s > GONE_S]
             self._nodes, self._asked_s = nodes, asked_s
-            self._bad = {name: bad for name, bad in self._bad.items() if (name, bad[0]) in there}
-        for node_id in over:
+            self._bad = {name: bad for name, bad in self._bad.items() if (name, bad[0]) in listed}
+        for node_id in expired:
             self._disconnect_gone(node_id)
 
     def _disconnect_gone(self, node_id: str) -> None:
         """Disconnect from a node that is gone. Its mapped memory is unmapped by MappedTransport."""
-        is_over = self.tcp.disconnect(node_id)
+        is_disconnected = self.tcp.disconnect(node_id)
         if self.nixl is not None:
-            is_over &= self.nixl.disconnect(node_id)
+            is_disconnected &= self.nixl.disconnect(node_id)
         with self._lock:
-            if is_over:
+            if is_disconnected:
                 self._gone_s.pop(node_id, None)
             # a NIXL agent is busy, perhaps connecting to a silent node: retry after GONE_S
             elif node_id in self._gone_s:
@@ -208,10 +208,10 @@ class KnownNodes:
 
     def is_same_host(self, info: NodeInfo) -> bool:
         """True if the segment of this node can be mapped by this process."""
-        own = self._own()
-        return info.host_id == (own.host_id if own else self._host_id)
+        local = self._local_node()
+        return info.host_id == (local.host_id if local else self._host_id)
 
-    def _own(self) -> NodeInfo | None:
+    def _local_node(self) -> NodeInfo | None:
         with self._lock:
             return self._nodes.get(self._own_id)
 
@@ -236,8 +236,8 @@ class KnownNodes:
 
     def routes(self) -> dict[str, CopyRoute]:
         """The route to each node that can be read now; it gives the cost of a copy there."""
-        own, now_s = self._own(), time.monotonic()
-        host, rack = (own.host_id, own.rack) if own else (self._host_id, "")
+        local, now_s = self._local_node(), time.monotonic()
+        host, rack = (local.host_id, local.rack) if local else (self._host_id, "")
         with self._lock:
             nodes = [info for info in self._nodes.values() if not self._is_bad(info, now_s)]
         found = {}

@@ -92,9 +92,9 @@ class MappedTransport(Transport):
         node, remote = batch.node, batch.remote
         segment = self.segment(node)
         view = _living_view(node, segment)
-        for there, (buffer, here) in zip(remote, batch.local, strict=True):
-            remote_bytes = view[there.offset_bytes : there.offset_bytes + there.length_bytes]
-            local_bytes = buffer[here.offset_bytes : here.offset_bytes + here.length_bytes]
+        for (offset, length), (buffer, (local_offset, _)) in zip(remote, batch.local, strict=True):
+            remote_bytes = view[offset : offset + length]
+            local_bytes = buffer[local_offset : local_offset + length]
             if batch.is_read:
                 local_bytes[:] = remote_bytes
             else:

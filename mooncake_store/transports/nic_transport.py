@@ -57,7 +57,7 @@ from mooncake_store.transports.paths.nic_paths import (
     NicPath,
     Piece,
     cut,
-    may_give_up,
+    may_abandon,
     next_path,
     part_bytes_for,
 )
@@ -124,16 +124,16 @@ class MultiNicTransport(Transport):
                 return known[1]
             self._forget(node.node_id)
             made = [
-                self._route(node, own, there)
-                for own, there in nic_pairs(self._network.nics, node.nics)
+                self._route(node, local_at, remote_at)
+                for local_at, remote_at in nic_pairs(self._network.nics, node.nics)
             ]
             self._routes[node.node_id] = node.incarnation, made
             while len(self._routes) > NODES_MAX:
                 self._forget(next(iter(self._routes)))
             return made
 
-    def _route(self, node: NodeInfo, own: int, there: int) -> NicRoute:
-        nic, peer_nic = self._network.nics[own], node.nics[there]
+    def _route(self, node: NodeInfo, local_at: int, remote_at: int) -> NicRoute:
+        nic, peer_nic = self._network.nics[local_at], node.nics[remote_at]
         peer = f"{node.node_id}/{peer_nic.nic}"  # one card here may reach two cards of the node
         address = peer_nic.addresses[0] if peer_nic.addresses else ""
         address = f"[{address}]" if ":" in address else address
@@ -233,14 +233,14 @@ class MultiNicTransport(Transport):
     def disconnect(self, node_id: str) -> bool:
         with self.lock:
             _, routes = self._routes.get(node_id, ("", []))
-        is_over = self._shared.disconnect(node_id)
+        is_disconnected = self._shared.disconnect(node_id)
         for route in routes:
             for transport in self._made():
-                is_over &= transport.disconnect(route.node.node_id)
-        if is_over:  # else keep the routes: the next disconnect needs their node ids
+                is_disconnected &= transport.disconnect(route.node.node_id)
+        if is_disconnected:  # else keep the routes: the next disconnect needs their node ids
             with self.lock:
                 self._forget(node_id)
-        return is_over
+        return is_disconnected
 
     def nic_counters(self) -> dict[str, NicCounters]:
         """Counters by card name, for each card of this host that has its own agent."""
@@ -298,7 +298,7 @@ class MultiNicTransport(Transport):
                     raise TransferFailed("the remote card does not answer")
                 if self.card(route.nic).has_late_reads(route.node, self.scratch):
                     raise TransferFailed("an earlier probe is still in flight")
-                route.probe = self.begin(route, self.hello(route.node))
+                route.probe = self.begin(route, self.test_read(route.node))
             is_done = self.card(route.nic).poll(route.probe)
             if not is_done and time.monotonic() >= route.probe.batch.until_s:
                 # raises TransferTimeout unless the probe ends now
@@ -316,7 +316,7 @@ class MultiNicTransport(Transport):
                 route.path.probe_worked(time.monotonic())
             log.info("path from card %s to %s works again", route.nic.name, route.path.peer)
 
-    def hello(self, node: NodeInfo, deadline_s: float = 1.0) -> TransferBatch:
+    def test_read(self, node: NodeInfo, deadline_s: float = 1.0) -> TransferBatch:
         """A small read that shows whether a path works."""
         span = ByteSpan(0, min(PROBE_BYTES, node.segment_bytes))
         until_s = time.monotonic() + deadline_s
@@ -332,7 +332,7 @@ def _source(route: NicRoute) -> str:
 
 @dataclass(slots=True, eq=False)
 class _PostedPart:
-    pieces: list[Piece]  # empty: a test read (`hello`)
+    pieces: list[Piece]  # empty: see `test_read`
     size_bytes: int  # of all pieces together
     at: int  # index of the path
     posted: PostedTransfer
@@ -366,7 +366,7 @@ class SplitTransfer:
         while self._posted or (self._left and self._error is None):
             while self._left and self._error is None and self._post_next():
                 pass
-            if self._look():
+            if self._poll_all():
                 moved_s = time.monotonic()
             elif time.monotonic() >= self._batch.until_s:
                 self._leave_all()
@@ -439,7 +439,7 @@ class SplitTransfer:
         if self._failures >= 2 * len(self._routes):
             self._error = self._error or error
 
-    def _look(self) -> bool:
+    def _poll_all(self) -> bool:
         """Poll every part once. True: at least one has ended."""
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, LOOK_S), now_s
@@ -462,7 +462,7 @@ class SplitTransfer:
                     return False
             except LaneFrozen:
                 self._take(part)
-                self._void(part)
+                self._requeue_or_fail(part)
                 return True
             except TransferFailed as error:
                 self._take(part)
@@ -486,7 +486,7 @@ class SplitTransfer:
         with self._owner.lock:
             self._paths[part.at].ended(part.size_bytes)
 
-    def _void(self, part: _PostedPart) -> None:
+    def _requeue_or_fail(self, part: _PostedPart) -> None:
         """Handle an abandoned part: a read is queued again, a write ends the call with
         WriteGivenUp."""
         if not part.pieces:
@@ -500,23 +500,23 @@ class SplitTransfer:
         )
 
     def _overdue(self, part: _PostedPart) -> None:
-        """Abandon the part if may_give_up allows it: no RDMA, and another path has completed a
+        """Abandon the part if may_abandon allows it: no RDMA, and another path has completed a
         transfer since the post. Else post a test read on each other path."""
         path = self._paths[part.at]
         others = [each for each in self._paths if each is not path]
         with self._owner.lock:
-            is_over = may_give_up(path, others, part.posted_s)
-        if is_over:
-            self._give_up(part)
+            is_allowed = may_abandon(path, others, part.posted_s)
+        if is_allowed:
+            self._abandon(part)
             return
-        asked = {each.at for each in self._posted if not each.pieces}
+        tested = {each.at for each in self._posted if not each.pieces}
         for at, other in enumerate(self._paths):
-            if other is not path and at not in asked and not other.is_cooling_down:
+            if other is not path and at not in tested and not other.is_cooling_down:
                 node = self._routes[at].node
                 left_s = self._batch.until_s - time.monotonic()
-                self._post(at, [], self._owner.hello(node, left_s))
+                self._post(at, [], self._owner.test_read(node, left_s))
 
-    def _give_up(self, part: _PostedPart) -> None:
+    def _abandon(self, part: _PostedPart) -> None:
         route = self._routes[part.at]
         self._owner.card(route.nic).freeze(route.node.node_id)
         if not part.posted.lane.is_frozen:
@@ -526,10 +526,10 @@ class SplitTransfer:
         self._take(part)
         with self._owner.lock:
             was_cooling_down = route.path.is_cooling_down
-            route.path.gave_up(time.monotonic())
+            route.path.abandoned(time.monotonic())
         if not was_cooling_down:
             self._owner.note_cool_down(route, f"no progress for {part.waited_s:.2f} s")
-        self._void(part)
+        self._requeue_or_fail(part)
 
     def _leave_all(self) -> None:
         """End the call: its parts still in flight become orphans (nixl_transport.py). Sets `_error`
@@ -540,10 +540,10 @@ class SplitTransfer:
             try:
                 card.leave(part.posted)
             except LaneFrozen:
-                self._void(part)
+                self._requeue_or_fail(part)
             except TransferFailed as error:
                 if part.pieces:
-                    self._error = _graver(self._error, error)
+                    self._error = _more_severe(self._error, error)
                     with self._owner.lock:
                         self._paths[part.at].timed_out(time.monotonic())
         if self._left and self._error is None:
@@ -552,7 +552,7 @@ class SplitTransfer:
             )
 
 
-def _graver(one: TransferFailed | None, other: TransferFailed) -> TransferFailed:
+def _more_severe(one: TransferFailed | None, other: TransferFailed) -> TransferFailed:
     """Of two errors the one to raise: TransferTimeout before others, because late bytes may still
     arrive."""
     return other if one is None or isinstance(other, TransferTimeout) else one

@@ -236,16 +236,16 @@ def _with_progress_delay(stock: Any) -> Any:
 
 def _listening_ports() -> set[int]:
     """TCP ports on which this process listens."""
-    own = set()
+    ours = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            own.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+            ours.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     found = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path("/proc/self/net", table).read_text(encoding="utf-8").splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in own:
+                if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in ours:
                     found.add(int(fields[1].rpartition(":")[2], 16))
     return found
 

@@ -216,7 +216,7 @@ class NixlTransport(Transport):
         unchanged, because FROZEN_MAX is reached or a lane moves bytes of other nodes by RDMA."""
         with self._lock:
             lanes = list(self._lanes)
-        if not all(_give_up(lane, node_id) for lane in lanes):
+        if not all(_stop_transfers(lane, node_id) for lane in lanes):
             return False
         with self._lock:
             self._lanes = [lane for lane in self._lanes if not lane.is_frozen]
@@ -293,9 +293,9 @@ class NixlTransport(Transport):
         most CONNECT_S_MAX."""
         left_s = max(0.0, min(until_s - time.monotonic(), CONNECT_S_MAX))
         failures: list[Exception] = []
-        is_over = threading.Event()
-        other = self._connecting.setdefault(node.agent_name, is_over)  # atomic, so needs no lock
-        if other is not is_over:
+        has_ended = threading.Event()
+        other = self._connecting.setdefault(node.agent_name, has_ended)  # atomic, so needs no lock
+        if other is not has_ended:
             if not other.wait(left_s):
                 raise _not_connected(node, left_s)
             return  # the caller checks whether the lane is connected now
@@ -319,15 +319,15 @@ class NixlTransport(Transport):
                 failures.append(error)
             finally:
                 del self._connecting[node.agent_name]
-                is_over.set()
+                has_ended.set()
 
         try:
             threading.Thread(target=connect, name="connect", daemon=True).start()
         except RuntimeError as error:  # the process has reached its limit of threads
             del self._connecting[node.agent_name]
-            is_over.set()
+            has_ended.set()
             raise TransferFailed(f"node {node.node_id}: cannot connect: {error}") from error
-        if not is_over.wait(left_s):
+        if not has_ended.wait(left_s):
             raise _not_connected(node, left_s)
         if failures:
             raise failures[0]
@@ -391,7 +391,7 @@ class NixlTransport(Transport):
                     _spare.append(lane)
 
 
-def _give_up(lane: AgentLane, node_id: str) -> bool:
+def _stop_transfers(lane: AgentLane, node_id: str) -> bool:
     """Stop all transfers with the node on this lane. False: the lane may not be frozen."""
     while True:
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)

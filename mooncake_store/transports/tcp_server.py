@@ -11,8 +11,8 @@ on a reused port, can touch this memory.
 
 A connection that has not sent the token yet is *unauthenticated*, later a *member*. Unauthenticated
 connections have limits of their own, per host and in total, so they cannot take the room of
-members. At a limit, the oldest unauthenticated connection is closed if it is older than HURRY_S.
-Otherwise the new connection is rejected.
+members. At a limit, the oldest unauthenticated connection is closed if it is older than
+CLOSABLE_AGE_S_MIN. Otherwise the new connection is rejected.
 
 A write must stop once its client has abandoned it. The client resets the connection at its
 deadline, and the server checks for a reset before it reads each batch of pieces from the socket.
@@ -48,16 +48,16 @@ from mooncake_store.transports.tcp_frames import (
     PeerClosed,
     Pieces,
 )
-from mooncake_store.transports.tcp_tls import PLAIN_CLIENT, shake_hands, wrapped_by_server
+from mooncake_store.transports.tcp_tls import PLAIN_CLIENT, server_handshake, wrapped_by_server
 from mooncake_store.transports.transport import TransferCounters, TransferTally
 
 log = logging.getLogger("mooncake_store.tcp")
 CONNECTIONS_MAX = 256  # of members
-STRANGERS_MAX, STRANGERS_PER_HOST_MAX = 256, 64  # unauthenticated connections
+UNAUTHENTICATED_MAX, UNAUTHENTICATED_HOST_MAX = 256, 64  # connections that have not sent the token
 HELLO_S = 5.0  # for a new client's TLS handshake (with keys) and its token, together
-HURRY_S = 0.5  # an unauthenticated connection younger than this is not closed to make room
+CLOSABLE_AGE_S_MIN = 0.5  # a younger unauthenticated connection is not closed to make room
 SILENCE_S = 30.0  # the longest silence within a message
-_GIVEN_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+_ABORTED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class TcpServerRefused(StoreError):
@@ -182,11 +182,11 @@ class TcpServer:
             self._open.append(client)
 
     def _make_room(self, arriving: OpenConnection) -> None:
-        strangers = [each for each in self._open if not each.is_member and not each.reached_limit]
-        of_host = [each for each in strangers if each.host == arriving.host]
-        for group, limit in ((of_host, STRANGERS_PER_HOST_MAX), (strangers, STRANGERS_MAX)):
+        pending = [each for each in self._open if not each.is_member and not each.reached_limit]
+        of_host = [each for each in pending if each.host == arriving.host]
+        for group, limit in ((of_host, UNAUTHENTICATED_HOST_MAX), (pending, UNAUTHENTICATED_MAX)):
             if len(group) >= limit:
-                if arriving.opened_s - group[0].opened_s < HURRY_S:
+                if arriving.opened_s - group[0].opened_s < CLOSABLE_AGE_S_MIN:
                     raise LimitReached(FrameKind.CROWDED, limit)
                 group[0].reached_limit = limit
                 _wake(group[0].socket, socket.SHUT_RD)  # its thread can still send the reason
@@ -242,8 +242,8 @@ class TcpServer:
             if self._tls is not None:
                 if first == frames.MAGIC:
                     raise RequestRefused(PLAIN_CLIENT)
-                shake_hands(self._wrapped(client, self._tls), until_s)
-            self._greet(client, until_s)
+                server_handshake(self._wrapped(client, self._tls), until_s)
+            self._authenticate(client, until_s)
         except OSError:
             if client.reached_limit:
                 raise LimitReached(FrameKind.CROWDED, client.reached_limit) from None
@@ -260,7 +260,7 @@ class TcpServer:
             _wake(wrapped)
         return wrapped
 
-    def _greet(self, client: OpenConnection, until_s: float) -> None:
+    def _authenticate(self, client: OpenConnection, until_s: float) -> None:
         header = frames.receive_bytes(client.socket, frames.HEADER.size, until_s)
         kind, count = frames.unpack(header)
         if kind is not FrameKind.HELLO or count > frames.TOKEN_BYTES_MAX:
@@ -294,7 +294,7 @@ class TcpServer:
             answer = memoryview(frames.pack(FrameKind.DONE, moved_bytes))
             frames.send(connection, [answer, *pieces], until_s)
         else:
-            _receive_unless_given_up(connection, pieces)
+            _receive_unless_aborted(connection, pieces)
             frames.send(connection, [memoryview(frames.pack(FrameKind.DONE, 0))], until_s)
         self._tally.moved(kind is FrameKind.READ, moved_bytes, time.monotonic() - started_s)
 
@@ -315,7 +315,7 @@ def _wake(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
         socket.socket.shutdown(connection, how)
 
 
-def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]) -> None:
+def _receive_unless_aborted(connection: socket.socket, pieces: list[memoryview]) -> None:
     """Fill the pieces, but stop when the client closes the connection."""
     watch = select.poll()
     watch.register(connection, select.POLLIN | select.POLLRDHUP)
@@ -327,7 +327,7 @@ def _receive_unless_given_up(connection: socket.socket, pieces: list[memoryview]
         events = watch.poll(0 if is_pending else SILENCE_S * 1000)
         if not events and not is_pending:
             raise TimeoutError("a client stopped sending during a write")
-        if events and events[0][1] & _GIVEN_UP:
+        if events and events[0][1] & _ABORTED:
             raise PeerClosed("a client aborted its write")
         with contextlib.suppress(ssl.SSLWantReadError):  # not a whole record yet
             left.moved(frames.received(connection, batch))

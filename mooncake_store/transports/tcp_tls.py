@@ -21,7 +21,7 @@ from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameKind
 
-# most that is read from a rejected client and discarded (_hang_up)
+# most that is read from a rejected client and discarded (_close_after_alert)
 LEFTOVER_BYTES_MAX = 64 * 1024
 LEFTOVER_S_MAX = 1.0
 RECORD_HEADER_BYTES = 5  # TLS reads this many bytes before it rejects a stream that is not TLS
@@ -40,33 +40,33 @@ def wrapped_by_server(connection: socket.socket, contexts: TlsContexts) -> ssl.S
     return contexts.server.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
 
-def shake_hands(secured: ssl.SSLSocket, until_s: float) -> None:
+def server_handshake(secured: ssl.SSLSocket, until_s: float) -> None:
     """Complete the handshake; OSError if the client presents no valid certificate."""
     secured.settimeout(max(0.001, until_s - time.monotonic()))
     try:
         secured.do_handshake()
     except ssl.SSLError:
-        _hang_up(secured)
+        _close_after_alert(secured)
         raise
 
 
-def called(connection: socket.socket, contexts: TlsContexts, until_s: float) -> ssl.SSLSocket:
+def client_handshake(connection: socket.socket, tls: TlsContexts, until_s: float) -> ssl.SSLSocket:
     """The client's side of the handshake. After an OSError the connection is closed. If the server
     rejects this client's certificate, only the first read raises the error."""
-    secured = contexts.client.wrap_socket(
+    secured = tls.client.wrap_socket(
         connection, server_hostname=MEMBER, do_handshake_on_connect=False
     )
     secured.settimeout(max(0.001, until_s - time.monotonic()))
     try:
         secured.do_handshake()
     except OSError as error:
-        said = _plain_reply(secured)
+        reason = _plain_reply(secured)
         secured.close()
-        if said is None and isinstance(error, ssl.SSLEOFError | ConnectionResetError):
-            said = frames.PeerClosed("it closed the connection during the handshake")
-        if said is None:
+        if reason is None and isinstance(error, ssl.SSLEOFError | ConnectionResetError):
+            reason = frames.PeerClosed("it closed the connection during the handshake")
+        if reason is None:
             raise
-        raise said from error
+        raise reason from error
     return secured
 
 
@@ -82,7 +82,7 @@ def _plain_reply(secured: ssl.SSLSocket) -> ConnectionError | None:
     return None
 
 
-def _hang_up(secured: ssl.SSLSocket) -> None:
+def _close_after_alert(secured: ssl.SSLSocket) -> None:
     """Close after reading what the client still sends. With unread bytes the kernel would reset the
     connection, and the alert would not arrive."""
     with contextlib.suppress(OSError):

@@ -30,7 +30,7 @@ from mooncake_store.keys.tls import TlsContexts, contexts_of_process, refusal_wo
 from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameInvalid, FrameKind, LimitReached
-from mooncake_store.transports.tcp_tls import PLAIN_CLIENT, TransferRefused, called
+from mooncake_store.transports.tcp_tls import PLAIN_CLIENT, TransferRefused, client_handshake
 from mooncake_store.transports.transport import TransferBatch, Transport
 
 IDLE_MAX = 8  # connections kept per node
@@ -166,7 +166,7 @@ def _opened(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.s
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if tls is not None:
-            connection = called(connection, tls, until_s)
+            connection = client_handshake(connection, tls, until_s)
         token = node.incarnation.encode()
         hello = memoryview(frames.pack(FrameKind.HELLO, len(token)) + token)
         frames.send(connection, [hello], until_s)

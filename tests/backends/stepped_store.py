@@ -126,7 +126,7 @@ class SteppedStore:
         return 0
 
     @property
-    def agents_given_up(self) -> int:
+    def agents_abandoned(self) -> int:
         return 0
 
     def allocate(

@@ -23,7 +23,7 @@ from mooncake_store.keys.curve import PeerAccess
 from mooncake_store.keys.folder import VARIABLE
 from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.records.membership import NodeInfo
-from mooncake_store.transports.tcp_tls import called
+from mooncake_store.transports.tcp_tls import client_handshake
 from mooncake_store.transports.tcp_transport import TcpTransport
 from mooncake_store.transports.transport import ByteSpan
 from mooncake_store.wire.mailbox import Inbox, Outbox
@@ -185,7 +185,7 @@ def data_serves(info: NodeInfo) -> bool:
 def tls_connection(address: str, tls: TlsContexts) -> Iterator[socket.socket]:
     host, _, port = address.rpartition(":")
     raw = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
-    with called(raw, tls, time.monotonic() + PATIENCE_S) as connection:
+    with client_handshake(raw, tls, time.monotonic() + PATIENCE_S) as connection:
         yield connection
 
 

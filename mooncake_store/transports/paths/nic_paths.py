@@ -81,9 +81,9 @@ class NicCounters:
     read_bytes: int = 0
     write_bytes: int = 0
     failures: int = 0  # connections that broke or could not be made
-    given_up: int = 0  # parts that were abandoned
-    resting: int = 0  # paths of this card in cool-down now
-    rests: int = 0  # cool-downs started
+    abandoned: int = 0  # overdue parts
+    cooling_down: int = 0  # paths of this card in cool-down now
+    cool_downs: int = 0  # cool-downs started
 
 
 @dataclass(slots=True)
@@ -129,16 +129,16 @@ class NicPath:
     def timed_out(self, now_s: float) -> None:
         self.timed_out_s = now_s
 
-    def gave_up(self, now_s: float) -> None:
-        self.counters.given_up += 1
+    def abandoned(self, now_s: float) -> None:
+        self.counters.abandoned += 1
         self._cool_down(now_s)
 
     def _cool_down(self, now_s: float) -> None:
         if not self.is_cooling_down:
             self.is_cooling_down, self.pause_s = True, COOL_DOWN_S
             self.probe_s = now_s + self.pause_s
-            self.counters.rests += 1
-            self.counters.resting += not self.is_forgotten  # after forget() nothing decrements it
+            self.counters.cool_downs += 1
+            self.counters.cooling_down += not self.is_forgotten  # forget() was the last decrement
 
     def probe_failed(self, now_s: float) -> None:
         self.pause_s = min(2 * self.pause_s, COOL_DOWN_S_MAX)
@@ -155,7 +155,7 @@ class NicPath:
     def _end_cool_down(self) -> None:
         if self.is_cooling_down:
             self.is_cooling_down = False
-            self.counters.resting -= not self.is_forgotten
+            self.counters.cooling_down -= not self.is_forgotten
 
     def allowance_s(self, part_bytes: int, left_s: float) -> float:
         """Seconds that a part posted now may wait before it is overdue. `left_s`: time until the
@@ -196,7 +196,7 @@ def next_path(
     )
 
 
-def may_give_up(path: NicPath, others: Sequence[NicPath], posted_s: float) -> bool:
+def may_abandon(path: NicPath, others: Sequence[NicPath], posted_s: float) -> bool:
     """True if a part posted at `posted_s` may be moved over one of the other paths."""
     return not path.has_rdma and any(
         not other.is_cooling_down and other.answered_s > posted_s for other in others

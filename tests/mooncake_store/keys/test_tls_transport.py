@@ -278,7 +278,7 @@ def test_strangers_that_say_nothing_keep_no_member_out(
             assert np.array_equal(read_all(fresh, server), memory)
             fresh.close()
         limit = min(
-            hosts_of_strangers * tcp_server.STRANGERS_PER_HOST_MAX, tcp_server.STRANGERS_MAX
+            hosts_of_strangers * tcp_server.UNAUTHENTICATED_HOST_MAX, tcp_server.UNAUTHENTICATED_MAX
         )
         wait_until(lambda: server.connections <= limit + 1)
     finally:
@@ -310,10 +310,10 @@ def test_strangers_that_say_nothing_are_let_go(
 def test_who_is_not_let_in_for_the_limit_reads_the_limit(
     server: TcpServer, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tcp_server, "STRANGERS_PER_HOST_MAX", 3)
+    monkeypatch.setattr(tcp_server, "UNAUTHENTICATED_HOST_MAX", 3)
     monkeypatch.setattr(tcp_server, "CONNECTIONS_MAX", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(tcp_server, "HURRY_S", PATIENCE_S)  # they came a moment ago
+        patch.setattr(tcp_server, "CLOSABLE_AGE_S_MIN", PATIENCE_S)  # they came a moment ago
         strangers = [silent(server, b"", "127.0.0.1") for _ in range(3)]
         wait_for_connections(server, 3)
         transport = TcpTransport()

@@ -154,7 +154,7 @@ class TwoHosts:
         """Undo every fault, and wait until every card is in use again, and the directory's
         connection too: what TCP sends once more after a cut may take seconds to go."""
         self.undo()
-        self.wait_until(lambda: all(nic["resting"] == 0 for nic in self.client.nics().values()))
+        self.wait_until(lambda: not any(n["cooling_down"] for n in self.client.nics().values()))
         self.wait_until(lambda: bool(self.client.ask("reaches_directory")["reached"]))
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
@@ -270,8 +270,8 @@ def test_a_card_that_is_cut_in_the_middle_of_a_read_costs_a_second_and_comes_bac
     after = client.nics()
     moved = moved_by(after, before, "read")
     assert moved["e0"] > moved["e1"] > 0, moved
-    assert after["e1"]["resting"] == 1 and after["e0"]["resting"] == 0
-    troubles = [nics["e1"]["given_up"] + nics["e1"]["failures"] for nics in (before, after)]
+    assert after["e1"]["cooling_down"] == 1 and after["e0"]["cooling_down"] == 0
+    troubles = [nics["e1"]["abandoned"] + nics["e1"]["failures"] for nics in (before, after)]
     assert troubles[1] > troubles[0]
     again = client.ask("get", **read)  # with the card cut: nothing waits for it
     assert all(again["came"]) and not again["wrong"]
@@ -293,8 +293,8 @@ def test_a_card_that_is_cut_in_the_middle_of_a_write_costs_fresh_slots_and_no_bl
         answer = client.ask("put", under_way=lambda: hosts.cut("e1", "own link"), **write)
     assert all(answer["stored"]), answer
     assert answer["seconds"] < 21.0
-    given_up = client.nics()["e1"]["given_up"] - before["e1"]["given_up"]
-    assert given_up > 0, "the write ended before the card was cut"
+    abandoned = client.nics()["e1"]["abandoned"] - before["e1"]["abandoned"]
+    assert abandoned > 0, "the write ended before the card was cut"
     for _ in range(2):  # while it is cut; and when what the kernel kept has been sent
         read = client.ask("get", **write)
         assert all(read["came"]) and not read["wrong"]
@@ -308,7 +308,7 @@ def test_what_comes_late_over_a_card_that_was_given_up_reaches_no_memory(
     read = {"numbers": stored, "size_bytes": MB, "deadline_s": 20.0}
     with hosts.slow():
         answer = client.ask("get", under_way=lambda: hosts.cut("e1", "silent loss"), **read)
-    assert all(answer["came"]) and client.nics()["e1"]["given_up"] > 0
+    assert all(answer["came"]) and client.nics()["e1"]["abandoned"] > 0
     client.ask("fill", value=7)  # the memory serves something else now
     hosts.undo()
     hosts.wait_for_unread_bytes("e1")
@@ -327,7 +327,8 @@ def test_a_frozen_node_is_no_reason_to_give_a_card_up(hosts: TwoHosts, stored: l
     finally:
         os.kill(hosts.node.process.pid, signal.SIGCONT)
     counted = client.ask("counters")
-    assert counted["frozen"] == frozen and all(n["resting"] == 0 for n in counted["nics"].values())
+    nics = counted["nics"].values()
+    assert counted["frozen"] == frozen and not any(nic["cooling_down"] for nic in nics)
     hosts.wait_until(lambda: client.ask("counters")["pending"] == 0)
     hosts.wait_until(
         lambda: all(client.ask("get", numbers=stored, size_bytes=MB, deadline_s=4.0)["came"])
@@ -480,7 +481,7 @@ def test_random_cuts_during_random_reads_and_writes(hosts: TwoHosts, steps: int,
         said = known.get(numbers, lambda: None, size_bytes=size_bytes, deadline_s=30.0)
         assert said["missed"] <= known.forget_what_was_lost(), said
     counted = client.ask("counters")
-    given_up = sum(nic["given_up"] for nic in counted["nics"].values())
-    print(f"{known.lost} blocks were broken by what came late; {given_up} parts were given up")
-    assert known.lost == 0 or given_up > 0
+    abandoned = sum(nic["abandoned"] for nic in counted["nics"].values())
+    print(f"{known.lost} blocks were broken by what came late; {abandoned} parts were abandoned")
+    assert known.lost == 0 or abandoned > 0
     assert counted["frozen"] <= FROZEN_MAX, counted

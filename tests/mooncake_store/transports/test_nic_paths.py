@@ -1,4 +1,4 @@
-"""How a transfer is split over paths, when a path rests, and when it is used again."""
+"""How a transfer is split over paths, when a path cools down, and when it is used again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mooncake_store.transports.paths.nic_paths import (
     NicCounters,
     NicPath,
     cut,
-    may_give_up,
+    may_abandon,
     next_path,
     part_bytes_for,
 )
@@ -79,31 +79,31 @@ def test_a_path_that_left_a_part_in_flight_comes_last_until_a_transfer_completes
     assert next_path(paths, [0, 0]) == 0
 
 
-def test_a_resting_path_is_a_last_resort() -> None:
+def test_a_path_in_cool_down_is_a_last_resort() -> None:
     paths = [path("a"), path("b")]
     paths[0].failed(1.0)
     assert next_path(paths, [0, 1]) == 1
-    paths[1].gave_up(1.0)
+    paths[1].abandoned(1.0)
     assert next_path(paths, [0, 0]) is None
     assert next_path(paths, [0, 0], is_last_resort=True) == 0
 
 
 def test_a_part_is_given_up_only_when_another_path_has_answered_meanwhile() -> None:
     stuck, other = path("a"), path("b")
-    assert not may_give_up(stuck, [other], posted_s=10.0)  # the node may be frozen
+    assert not may_abandon(stuck, [other], posted_s=10.0)  # the node may be frozen
     other.moved(4096, True, 0.1, now_s=9.9)
-    assert not may_give_up(stuck, [other], posted_s=10.0)
+    assert not may_abandon(stuck, [other], posted_s=10.0)
     other.moved(4096, True, 0.1, now_s=10.1)
-    assert may_give_up(stuck, [other], posted_s=10.0)
+    assert may_abandon(stuck, [other], posted_s=10.0)
     other.failed(11.0)
-    assert not may_give_up(stuck, [other], posted_s=10.0)
-    assert not may_give_up(stuck, [], posted_s=10.0)
+    assert not may_abandon(stuck, [other], posted_s=10.0)
+    assert not may_abandon(stuck, [], posted_s=10.0)
 
 
 def test_rdma_is_never_given_up_because_the_card_may_write_later() -> None:
     stuck, other = path("a", has_rdma=True), path("b")
     other.moved(4096, True, 0.1, now_s=10.1)
-    assert not may_give_up(stuck, [other], posted_s=10.0)
+    assert not may_abandon(stuck, [other], posted_s=10.0)
 
 
 def test_a_slow_path_gets_more_time_and_never_more_than_half_of_what_is_left() -> None:
@@ -121,7 +121,7 @@ def test_a_path_under_any_history_keeps_its_numbers(seed: int) -> None:
     counters = NicCounters()
     paths = [NicPath(f"p{i}", counters) for i in range(3)]
     posted: list[tuple[NicPath, int]] = []
-    rests = moved = 0
+    cool_downs = moved = 0
     now_s = 0.0
     for _ in range(3_000):
         now_s += chance.random()
@@ -142,7 +142,7 @@ def test_a_path_under_any_history_keeps_its_numbers(seed: int) -> None:
                 each.failed(now_s)
                 assert each.is_cooling_down
             case "give_up":
-                each.gave_up(now_s)
+                each.abandoned(now_s)
                 assert each.is_cooling_down
             case "probe" if each.is_cooling_down:
                 each.probe_failed(now_s)
@@ -152,27 +152,28 @@ def test_a_path_under_any_history_keeps_its_numbers(seed: int) -> None:
                 each.probe_worked(now_s)
                 assert not each.is_cooling_down
         if each.is_cooling_down and not was_cooling_down:
-            rests += 1
+            cool_downs += 1
             assert each.probe_s == now_s + COOL_DOWN_S
         for one in paths:
             assert one.under_way_bytes == sum(size for owner, size in posted if owner is one)
-        assert counters.resting == sum(one.is_cooling_down for one in paths)
-    assert counters.rests == rests
+        assert counters.cooling_down == sum(one.is_cooling_down for one in paths)
+    assert counters.cool_downs == cool_downs
     assert counters.read_bytes + counters.write_bytes == moved
 
 
-def test_a_part_that_fails_after_its_path_was_forgotten_is_counted_as_resting_by_nobody() -> None:
+def test_a_part_that_fails_on_a_forgotten_path_is_not_counted_as_cooling_down() -> None:
     """A call goes on over the paths that it began with, while the node begins anew."""
-    for rests_before in (False, True):
+    for cooled_down_before in (False, True):
         for heals in (False, True):
             gone = path()
-            if rests_before:
+            if cooled_down_before:
                 gone.failed(1.0)
             gone.forget()
-            assert gone.counters.resting == 0
-            gone.gave_up(2.0)
+            assert gone.counters.cooling_down == 0
+            gone.abandoned(2.0)
             assert gone.is_cooling_down, "the call itself avoids it"
-            assert gone.counters.resting == 0
+            assert gone.counters.cooling_down == 0
             if heals:
                 gone.probe_worked(3.0)
-            assert gone.counters.resting == 0 and gone.counters.rests == 1 + rests_before
+            found = gone.counters.cooling_down, gone.counters.cool_downs
+            assert found == (0, 1 + cooled_down_before)

@@ -305,7 +305,7 @@ def test_strangers_that_say_nothing_keep_no_client_out(
     server: TcpServer, transport: TcpTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tcp_server, "HELLO_S", 300.0)  # nobody goes by himself
-    monkeypatch.setattr(tcp_server, "STRANGERS_PER_HOST_MAX", 3)
+    monkeypatch.setattr(tcp_server, "UNAUTHENTICATED_HOST_MAX", 3)
     host, _, port = server.address.rpartition(":")
     strangers = [socket.create_connection((host, int(port))) for _ in range(8)]
     transport.connect(node_of(server))
