@@ -4,12 +4,12 @@ A block is one array [layers, kv_factor, kv_heads, block_tokens, head_dim] in C 
 one contiguous span, so it can be stored and moved as soon as it is computed. A kv_factor of 2 means
 K and V. A kv_factor of 1 means latent attention (MLA): one row per token, from which K and V of all
 heads are derived. An engine that computes only some consecutive layers (a pipeline stage) has pages
-with these layers only. The layout of blocks and the fingerprint still describe the whole model.
+with these layers only. Even there, block layout and fingerprint describe all layers of the model.
 
-A memory segment is divided into units of one size. It begins with one header per unit. Then come
-one digest cell per unit, and then the payloads of all units. A slot is as many adjacent units as a
-block needs. The header of a block is that of its first unit. The digests of its layers are in the
-cells of its units, one after the other.
+A memory segment is divided into units of one size. It begins with one header per unit. One digest
+cell per unit follows, and then the payloads of all units. A slot is as many adjacent units as a
+block needs. The header of a block is that of its first unit. The digests of the block's layers fill
+the cells of its units, one digest after the other.
 
 Not here: which slot a block gets (directory/core/slots.py), the header's fields (slot_memory.py).
 """
@@ -23,10 +23,10 @@ from typing import NamedTuple
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 HEADER_BYTES = 64  # size of a unit's header: one cache line
 STATE_WRITING, STATE_READY = 1, 2  # header states: payload incomplete, payload complete
-STATE_EPHEMERAL = 3  # only in inventories: payload complete, and used by a single request
+STATE_EPHEMERAL = 3  # in a node's list of its blocks: payload complete, used by a single request
 DIGEST_BYTES = 8  # xxh3_64 of one layer of a block
-DIGEST_FOR_BYTES = 1024  # payload bytes per digest in a cell; smaller layers may have no digests
-SLOT_ALIGN_BYTES = 4096  # the payloads start at a memory page, as O_DIRECT requires
+DIGEST_FOR_BYTES = 1024  # a unit's cell has room for one digest per this many payload bytes
+SLOT_ALIGN_BYTES = 4096  # alignment of the first payload, which O_DIRECT requires
 
 
 def blocks_touched(tokens: int, block_tokens: int) -> int:
@@ -108,7 +108,7 @@ class PageLayout:
 
     def __post_init__(self) -> None:
         if self.layers.stop > self.block.layers:
-            raise ValueError(f"{self.layers} of a model of {self.block.layers} layers")
+            raise ValueError(f"{self.layers} exceeds a model of {self.block.layers} layers")
 
     @classmethod
     def whole(cls, block: KvLayout) -> PageLayout:
@@ -167,9 +167,9 @@ def _parsed(description: str) -> dict[str, str]:
 
 
 class Geometry(NamedTuple):
-    """Positions in a memory: `units` headers, `units` digest cells, `units` units of payload. The
-    number of a slot is the number of its first unit. An SSD file has neither headers nor digests,
-    because its manifest lists the blocks."""
+    """Offsets in a segment or SSD file of `units` units. The number of a slot is the number of its
+    first unit. An SSD file has neither headers nor digest cells, because its manifest lists the
+    blocks."""
 
     unit_bytes: int
     units: int
@@ -180,12 +180,12 @@ class Geometry(NamedTuple):
         return slot * HEADER_BYTES
 
     def headers(self, slot: int, size_bytes: int) -> slice:
-        """The span of the headers of this slot's units; only the first is used."""
+        """The span of the headers of this slot's units; the block's header is the first of them."""
         start = self.header_offset_bytes(slot)
         return slice(start, start + max(1, -(-size_bytes // self.unit_bytes)) * HEADER_BYTES)
 
     def digests(self, slot: int, size_bytes: int, layers: int) -> slice | None:
-        """The span of the block's layer digests; None if its cells have no room for so many."""
+        """The span of the block's digests; None if `layers` is 0 or its cells are too small."""
         cell_bytes = _digest_cell_bytes(self.unit_bytes)
         start = self.units * HEADER_BYTES + slot * cell_bytes
         room_bytes = max(1, -(-size_bytes // self.unit_bytes)) * cell_bytes
@@ -198,7 +198,7 @@ class Geometry(NamedTuple):
         return self.payload_offset_bytes + slot * self.unit_bytes
 
     def holds(self, slot: int, size_bytes: int) -> bool:
-        """Whether a block of this size in this slot lies inside the memory."""
+        """True if a block of this size in this slot lies inside the segment or file."""
         return slot >= 0 and slot * self.unit_bytes + size_bytes <= self.units * self.unit_bytes
 
 
@@ -212,7 +212,7 @@ def _digest_cell_bytes(unit_bytes: int) -> int:
 
 
 def geometry(memory_bytes: int, unit_bytes: int, has_headers: bool = True) -> Geometry:
-    """The geometry with the most units that fit into `memory_bytes`; `units` may be 0."""
+    """The geometry with the most units that fit into `memory_bytes`, possibly 0."""
     assert memory_bytes >= 0 and unit_bytes > 0, (memory_bytes, unit_bytes)
     if not has_headers:
         return Geometry(unit_bytes, memory_bytes // unit_bytes, 0)

@@ -1,11 +1,11 @@
 """Flat views of memory without copies, and checksums of their bytes.
 
 numpy arrays, torch tensors and objects with the buffer protocol are used by address. Memory that is
-not contiguous is rejected: a silent copy would be filled instead of the caller's memory.
+not contiguous is rejected, because numpy would copy it and a read would then fill only the copy.
 
 xxh3-64 hashes some 45 GB/s of bytes in the CPU's cache, and a third of that from memory. So hashing
-is nearly free right after the copy of a piece that fits the cache. Later it takes half as long as a
-copy.
+a piece that fits the cache is nearly free right after its copy. Hashing it from memory later takes
+half as long as the copy.
 
 Not here: registering memory with a transport (registrations.py).
 """
@@ -22,11 +22,11 @@ import xxhash
 from mooncake_store.errors import RequestInvalid
 
 ByteArray = npt.NDArray[np.uint8]
-PIECE_BYTES = 256 * 1024  # copied, then hashed; 128 and 512 KiB were not faster (bench/RESULTS.md)
+PIECE_BYTES = 256 * 1024  # size of a piece; 128 and 512 KiB were not faster (bench/RESULTS.md)
 
 
 def address_of(view: ByteArray) -> int:
-    """The address of contiguous memory; three times as fast as `view.ctypes.data` if writable."""
+    """The address of contiguous memory, three times as fast as by `ctypes.data` if writable."""
     if view.flags.writeable and view.nbytes:
         return ctypes.addressof(ctypes.c_char.from_buffer(view.data))
     address: int = view.__array_interface__["data"][0]
@@ -39,10 +39,10 @@ def checksum(view: ByteArray) -> int:
 
 
 def copy_and_sum(target: ByteArray, source: ByteArray, *, is_read: bool) -> int:
-    """Copy `source` to `target` (1-D uint8 of equal length); returns the checksum of the bytes. One
-    side is in a segment, where late bytes of an abandoned transfer may arrive at any time. The
-    other side belongs to this process and is hashed: the target of a read, the source of a write.
-    So a copy with late bytes fails its verification."""
+    """Copy `source` to `target` (1-D uint8 of equal length); returns a checksum. One side is in a
+    segment, where late bytes of an abandoned transfer may arrive at any time. The other side
+    belongs to this process and is hashed: the target of a read, the source of a write. Late bytes
+    in a block therefore always fail its verification."""
     hashed = target if is_read else source
     length_bytes = source.nbytes
     if length_bytes <= PIECE_BYTES:
@@ -57,8 +57,8 @@ def copy_and_sum(target: ByteArray, source: ByteArray, *, is_read: bool) -> int:
 
 
 def as_bytes(buffer: Any, is_target: bool = False) -> ByteArray:
-    """The memory of `buffer` as a 1-D uint8 array. RequestInvalid: no such view is possible.
-    `is_target`: the memory must be writable."""
+    """The memory of `buffer` as a 1-D uint8 array. `is_target`: the memory must be writable.
+    RequestInvalid: the buffer has no such memory."""
     if isinstance(buffer, np.ndarray):
         if buffer.ndim == 1 and buffer.dtype == np.uint8 and buffer.flags.c_contiguous:
             flat = buffer  # needs no new view
@@ -85,15 +85,15 @@ def as_bytes(buffer: Any, is_target: bool = False) -> ByteArray:
 
 
 def _tensor_bytes(tensor: Any) -> ByteArray:
-    """A torch tensor by its address, without importing torch."""
+    """The memory of a torch tensor, without importing torch."""
     if not tensor.is_contiguous():
         raise RequestInvalid(
             f"a tensor of shape {tuple(tensor.shape)} is not contiguous: pass tensor.contiguous()"
         )
     if tensor.device.type != "cpu":
         raise RequestInvalid(
-            f"a tensor on {tensor.device} is not in host memory: copy through pinned memory "
-            "(torch.empty(..., pin_memory=True)) and pass that"
+            f"a tensor on {tensor.device} is not in host memory: pass pinned memory "
+            "(torch.empty(..., pin_memory=True)) and copy between the two"
         )
     length_bytes = tensor.numel() * tensor.element_size()
     if length_bytes == 0:

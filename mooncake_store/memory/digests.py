@@ -3,11 +3,11 @@
 The digest of a layer is xxh3_64 of its bytes. So each layer can be written and verified on its own,
 also by different workers. The checksum of the block is xxh3_64 over its digests in the order of the
 layers, each as 8 bytes, big-endian. The digests are stored in the segment (slot_memory.py), and the
-block's checksum verifies them. A block with 0 layers (a client's bytes instead of KV) has no
-digests, and its checksum is xxh3_64 of its bytes.
+block's checksum verifies them. A block of a client's bytes instead of KV has 0 layers and no
+digests. Its checksum is xxh3_64 of its bytes.
 
-`copy_blocks` copies and hashes bytes in one pass of native.c. Without native.c, and for parts too
-short for it, each piece is copied and then hashed while it is in the CPU's cache (buffers.py).
+`copy_blocks` copies and hashes bytes in one pass of native.c. Where native.c cannot be used, Python
+copies piece by piece and hashes each piece while it is in the CPU's cache (buffers.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from mooncake_store.native import library
 
 Place = tuple[ByteArray, int]  # buffer, offset in it
 HASHED_BYTES_MIN = 241  # shortest layer that native.c can hash
-STREAMED_BYTES_MIN = 1024**2  # batches from this size on are copied past the core's cache
-SHARED_BYTES_MIN = 1024**2  # batches from this size on are shared by threads, which wake up slowly
+STREAMED_BYTES_MIN = 1024**2  # copies of at least this total size bypass the core's cache
+SHARED_BYTES_MIN = 1024**2  # smaller copies use one thread, because other threads wake up slowly
 
 
 def pack_digests(digests: Sequence[int]) -> bytes:
@@ -98,9 +98,9 @@ def copy_blocks(
     is_read: bool,
 ) -> list[bytes]:
     """Copy blocks of one size between buffers of 1-D uint8. Returns the packed digests of each
-    block, or b"" if not `is_hashed`. A block with 0 layers is hashed as one layer. `threads`: most
-    threads that share a large copy, including the caller's. `is_read`: the sources are in a
-    segment (copy_and_sum); native.c needs no such choice, because it hashes what it copies."""
+    block, or b"" if not `is_hashed`. A block with 0 layers is hashed as one layer. `threads`: upper
+    limit of the threads for a large copy, including the caller's. `is_read`: the sources are in a
+    segment (see copy_and_sum); native.c ignores this, because it hashes the bytes that it loads."""
     parts = layers or 1
     part_bytes = block_bytes // parts
     assert part_bytes * parts == block_bytes, f"{block_bytes} bytes are not {parts} equal layers"
@@ -139,8 +139,8 @@ def _native_copy() -> library.NativeFunction | None:
 
 
 def _addresses(places: Sequence[Place], block_bytes: int) -> bytes:
-    """The addresses as an array of uint64, for C. Usually many places are in one buffer, so the
-    address of each buffer is found only once."""
+    """The addresses of the places as an array of uint64 for native.c. Usually many places are in
+    one buffer, so each buffer's address is computed only once."""
     bases: dict[int, int] = {}
     found = []
     for buffer, start in places:
@@ -148,7 +148,7 @@ def _addresses(places: Sequence[Place], block_bytes: int) -> bytes:
         if base is None:
             base = bases[id(buffer)] = address_of(buffer)
         if not 0 <= start <= buffer.nbytes - block_bytes:  # native.c checks no bounds
-            raise ValueError(f"{block_bytes} bytes from {start} on of a buffer of {buffer.nbytes}")
+            raise ValueError(f"{block_bytes} bytes at {start} exceed a buffer of {buffer.nbytes}")
         found.append(base + start)
     return struct.pack(f"{len(found)}Q", *found)
 

@@ -1,18 +1,18 @@
 """The index replica of a host: the directory's index as a bounded hash table in a mapped file.
 
 The directory lists the copies of each block. One storage node of the host writes the table from the
-directory's events (node/index_writer.py). Readers need no messages and no locks. An entry is one
-copy of one block: block key, node, slot, generation, checksum, size. An entry ends with a checksum
-of these fields, so on every kind of CPU a reader ignores an entry that is written only in part. For
-block keys without an entry, the reader asks the directory.
+directory's events (node/index_writer.py). Readers need no messages and no locks. An entry describes
+one copy of one block: block key, node, slot, generation, checksum, size. The checksum of the entry
+itself comes last, so a reader ignores a partly written entry, whatever the memory order of the CPU.
 
-    head      magic, buckets, epoch and sequence of the last event, time up to which all are applied
-    names     of the nodes, each with a checksum; the number of a name never changes
-    buckets   of 512 bytes: 7 tags and 7 entries of 64 bytes
+    head      magic, number of buckets, epoch and sequence of the last applied event, stamp
+    names     the names of the nodes, each with a checksum; entries contain a name's number + 1
+    buckets   512 bytes each: 7 tags and 7 entries of 64 bytes
 
-A block key hashes to two buckets. A tag is the hash of its entry's block key, with bit 0 set; 0 is
-a free entry. All tags of a bucket are in one cache line. If both buckets are full, an entry is
-replaced. A block key has at most COPIES_MAX entries. Copies on nodes of this host have precedence.
+A block key hashes to two buckets. The tag of an entry is the hash of its block key with bit 0 set;
+a tag of 0 marks a free entry. All tags of a bucket are in one cache line. If both buckets are full,
+a new entry replaces one of a node on another host. Entries of this host's nodes are replaced only
+by such entries, and only if both buckets have no others.
 
 The file belongs to one user (mode 0600). The writer holds an exclusive flock on the file until it
 exits, so another node can detect when to take over. Readers search the table in C (native.c), or
@@ -51,14 +51,14 @@ from mooncake_store.memory.segment_file import (
 from mooncake_store.native.library import NativeFunction, quick_function
 from mooncake_store.records.blocks import Copy
 
-SWITCH = "MOONCAKE_INDEX_REPLICA"  # variable; "off": this process neither writes nor reads a table
-MAGIC = int.from_bytes(b"MKINDEX1", "little")  # to be changed with the format
-COPIES_MAX = 2  # most entries of one block key
+SWITCH = "MOONCAKE_INDEX_REPLICA"  # environment variable; "off": this process uses no table
+MAGIC = int.from_bytes(b"MKINDEX1", "little")  # a new format needs a new magic
+COPIES_MAX = 2  # maximum number of entries of one block key; local copies have precedence
 NODES_MAX = 1_024
-BYTES_MIN, BYTES_MAX = 2**20, 2**30  # range of the size of all buckets together
+BYTES_MIN, BYTES_MAX = 2**20, 2**30  # limits of the size of all buckets together
 WAYS = 7  # entries of a bucket; their tags are in the first 64 bytes of the bucket
 BUCKET_BYTES = 512
-STALE_S = 1.0  # age from which a stamp makes the table stale; the writer stamps ten times a second
+STALE_S = 1.0  # readers ignore a table with an older stamp; the writer stamps ten times a second
 
 _WORD = 8
 _BUCKET_WORDS = BUCKET_BYTES // _WORD
@@ -89,7 +89,7 @@ def is_wanted() -> bool:
 
 
 def table_path(segment_path: str, directory: str) -> str:
-    """The file of the table that all storage nodes of this host, user and directory share."""
+    """The table's path: in the folder of the segment, or in /dev/shm if that is a hugetlbfs."""
     folder = os.path.dirname(segment_path.split(":")[0]) or "."
     if is_hugetlbfs(folder):
         folder = "/dev/shm"
@@ -102,7 +102,7 @@ def _prefix() -> str:
 
 
 def remove_dead_tables(path: str) -> None:
-    """Remove this user's tables without a living writer from the folder of `path`."""
+    """Remove those tables of this user in the folder of `path` that have no living writer."""
     for each in Path(path).parent.glob(f"{_prefix()}*"):
         with contextlib.suppress(OSError):
             descriptor = os.open(each, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -115,7 +115,7 @@ def remove_dead_tables(path: str) -> None:
 
 
 def table_bytes(segment_bytes: int) -> int:
-    """Bytes of all buckets: a power of two near 1/128 of the segment, BYTES_MIN to BYTES_MAX."""
+    """Bytes of all buckets: 1/128 of the segment, rounded down to a power of two, in the limits."""
     wished = min(BYTES_MAX, max(BYTES_MIN, segment_bytes // 128))
     return 1 << (wished.bit_length() - 1)
 
@@ -137,15 +137,15 @@ class IndexTable:
     """The table as its writer uses it, from one thread."""
 
     def __init__(self, path: str, size_bytes: int) -> None:
-        """Create the table. `size_bytes`: of all buckets, a power of two. SegmentRefused: a living
-        process writes this table, or there is no room for it."""
+        """Create the table. `size_bytes`: of all buckets, a power of two. SegmentRefused: another
+        living process writes this table, or its file cannot be created."""
         buckets = size_bytes // BUCKET_BYTES
         assert buckets >= 2 and buckets & (buckets - 1) == 0, size_bytes
         self.path = path
         self._mask = buckets - 1
         self._names: dict[str, int] = {}
         self._local: set[int] = set()  # nodes of this host: their numbers plus 1, as in entries
-        self._turn = 0  # replacements so far; rotates among entries of equal precedence
+        self._turn = 0  # number of searches for an entry to replace; each starts at the next entry
         self.entries = 0
         _refuse_living(path)
         self._descriptor = create_locked(path)
@@ -179,11 +179,11 @@ class IndexTable:
         self._words[_AT_EPOCH], self._words[_AT_SEQUENCE] = epoch, sequence
 
     def stamp(self, boot_s: float) -> None:
-        """Record that all events up to `boot_s` (boot_clock.py) are applied."""
+        """Record that all events up to `boot_s` (seconds of CLOCK_BOOTTIME) are applied."""
         self._words[_AT_STAMP_NS] = int(boot_s * 1e9)
 
     def put(self, key: bytes, copy: Copy, is_local: bool) -> bool:
-        """Add or replace the entry of this copy. False: no room for it, or for its node's name."""
+        """Add or replace this copy's entry. False: no room for the entry or for its node's name."""
         node = self._number(copy.node_id, is_local)
         if node is None:
             return False
@@ -211,7 +211,7 @@ class IndexTable:
                 self.entries -= 1
 
     def _place(self, key: bytes, hashed: int, node: int) -> tuple[int, int] | None:
-        """The (bucket, way) for the entry of this copy; None: no entry there may be replaced."""
+        """The (bucket, way) for this copy's entry; None if this copy may replace no other entry."""
         there = self._of(key, hashed)
         for at, other in there:
             if other == node:
@@ -221,7 +221,7 @@ class IndexTable:
             remote = [at for at, other in there if other not in self._local]
             return remote[0] if is_local and remote else None
         ways = [(bucket, way) for bucket in _buckets_of(hashed, self._mask) for way in range(WAYS)]
-        # use the emptier of the two buckets, so that they fill evenly
+        # use the emptier one of the two buckets, so that both fill evenly
         free = [at for at in ways if not self._words[self._tag_at(*at)]]
         if free:
             first = [at for at in free if at[0] == ways[0][0]]
@@ -292,8 +292,8 @@ class IndexTable:
         assert all(count <= COPIES_MAX for count in Counter(key for key, _ in found).values())
 
     def close(self) -> None:
-        """Invalidate the stamp, so that readers stop using the table, and unlink. A second call has
-        no effect."""
+        """Clear the stamp, so that readers stop using the table. Then unlink the file. A second
+        call has no effect."""
         if self._descriptor < 0:
             return
         self._words[_AT_STAMP_NS] = 0
@@ -326,11 +326,11 @@ class IndexView:
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError as error:
-            raise SegmentRefused(f"no index replica {path}: {error.strerror}") from error
+            raise SegmentRefused(f"cannot open index replica {path}: {error.strerror}") from error
         try:
             found = os.fstat(descriptor)
             if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-                raise SegmentRefused(f"the index replica {path} belongs to another user")
+                raise SegmentRefused(f"other users own or can access the index replica {path}")
             if found.st_size <= _BUCKETS_AT:
                 raise SegmentRefused(f"the index replica {path} is being created")
             self._memory = mmap.mmap(descriptor, found.st_size, prot=mmap.PROT_READ)
@@ -340,7 +340,7 @@ class IndexView:
         buckets = self._words[_AT_BUCKETS]
         is_whole = _BUCKETS_AT + buckets * BUCKET_BYTES == found.st_size
         if self._words[_AT_MAGIC] != MAGIC or not is_whole or buckets & (buckets - 1):
-            raise SegmentRefused(f"the index replica {path} is of another release")
+            raise SegmentRefused(f"the index replica {path} is incomplete or of another release")
         self._mask = buckets - 1
         words = np.frombuffer(self._memory, np.uint64, offset=_BUCKETS_AT)
         self._buckets = words.reshape(buckets, WAYS + 1, _ENTRY_WORDS)
@@ -348,7 +348,7 @@ class IndexView:
         self._names: list[str] = []
 
     def is_current(self, boot_s: float) -> bool:
-        """True if the stamp is younger than STALE_S. `boot_s`: the time now (boot_clock.py)."""
+        """True if the stamp is younger than STALE_S. `boot_s`: the time now by CLOCK_BOOTTIME."""
         return boot_s - STALE_S < self._words[_AT_STAMP_NS] / 1e9
 
     @property
@@ -358,7 +358,7 @@ class IndexView:
 
     def exist(self, keys: bytes) -> bytes:
         """One byte for each of the joined block keys (16 bytes each): 1 if the key has an entry,
-        else 0. A block without an entry may still have copies: ask the directory."""
+        else 0. Blocks without an entry may still have copies, which only the directory lists."""
         count, look = len(keys) // KEY_BYTES, _native("index_exist")
         if look is None:
             return self.exist_in_python(keys)
@@ -373,7 +373,7 @@ class IndexView:
         return found.tobytes()
 
     def find(self, keys: bytes) -> list[tuple[Copy, ...]]:
-        """For each of the joined block keys, its copies that have entries."""
+        """For each of the joined block keys, the copies that have an entry."""
         count, look = len(keys) // KEY_BYTES, _native("index_find")
         if look is None:
             return self.find_in_python(keys)
@@ -401,7 +401,7 @@ class IndexView:
         )
 
     def _entries(self, keys: bytes) -> tuple[Words, Words]:
-        """Two arrays with a row per valid entry: the index of its block key, and its words."""
+        """Two arrays with a row per valid entry: the index of its key in `keys`; the entry."""
         pairs = np.frombuffer(keys, np.uint64).reshape(-1, 2)
         hashed = _hashes(pairs)
         mask, shift = np.uint64(self._mask), np.uint64(32)
@@ -410,7 +410,7 @@ class IndexView:
         buckets = np.stack([first, second], axis=1)
         tags = self._buckets[buckets, 0, :WAYS]
         number, which, way = np.nonzero(tags == (hashed | np.uint64(1))[:, None, None])
-        # a copy, because the writer may change the table at any time
+        # this indexing copies the entries, because the writer may change the table at any time
         entries = self._buckets[buckets[number, which], way + 1]
         is_theirs = (entries[:, :2] == pairs[number]).all(axis=1)
         raw, size = entries.tobytes(), _ENTRY_WORDS * _WORD

@@ -1,13 +1,13 @@
 """Registers memory of this process with the transports, and tracks how long it is needed.
 
 Memory that is used repeatedly (an engine's KV pool) is registered once, by its owner. Other memory
-is registered for one call. That is cheap over CMA and TCP, where nothing is pinned. With RDMA the
-memory is pinned, which costs more than moving a header. So small buffers for headers and digests
-are kept registered and reused.
+is registered for one call. Registration is cheap over CMA and TCP, which pin no memory. RDMA pins
+the memory, which costs more than the transfer of a header. Therefore small buffers for headers and
+digests stay registered and are reused.
 
-After a timeout of a call, NIXL may still read or write the call's memory. So the memory stays
-registered and alive until the process ends, and a small buffer is never reused for another call.
-After WriteGivenUp, NIXL no longer reads the memory, and it is unregistered or reused as usual.
+After a call has timed out, NIXL may still read or write the call's memory. That memory therefore
+stays registered and alive until the process ends, and no later call reuses a small buffer of it.
+WriteGivenUp is an exception: NIXL no longer reads the memory, so it is unregistered or reused.
 
 Not here: making flat views (buffers.py).
 """
@@ -25,11 +25,11 @@ from mooncake_store.errors import TransferTimeout, WriteGivenUp
 from mooncake_store.memory.buffers import ByteArray, address_of
 
 SCRATCH_BYTES = 128 * 1024  # size of a small buffer: 2,048 headers
-SCRATCH_KEPT_MAX = 8  # most unused small buffers
+SCRATCH_KEPT_MAX = 8  # maximum number of unused small buffers
 
 
 class MemoryUser(Protocol):
-    """Moves bytes into and out of memory of this process: the transports of KnownNodes."""
+    """The transports of a process (KnownNodes), which move bytes into and out of its memory."""
 
     @property
     def needs_registration(self) -> bool:
@@ -40,7 +40,7 @@ class MemoryUser(Protocol):
     def unregister(self, buffer: ByteArray) -> None: ...
 
     def pending_targets(self) -> Sequence[tuple[ByteArray, object]]:
-        """(memory, span in it) of each part that a timed-out read may still write."""
+        """(memory, span in this memory) of each part that a timed-out read may still write."""
 
 
 class Registrations:
@@ -49,11 +49,11 @@ class Registrations:
     def __init__(self, transports: MemoryUser) -> None:
         self._transports = transports
         self._lock = threading.Lock()
-        self._known: dict[int, ByteArray] = {}  # address -> whole buffer
-        self._users: dict[tuple[int, int], int] = {}  # (address, bytes) -> calls that use it
+        self._known: dict[int, ByteArray] = {}  # address -> buffer of an `add`
+        self._users: dict[tuple[int, int], int] = {}  # (address, bytes) -> number of calls using it
 
     def add(self, buffer: ByteArray) -> None:
-        """Register until `drop`, or until the store is closed."""
+        """Register `buffer` until `drop`, or until the transports are closed."""
         with self._lock:
             known = self._known.get(address_of(buffer))
             if known is not None and known.nbytes >= buffer.nbytes:
@@ -68,12 +68,12 @@ class Registrations:
             self._transports.unregister(known)
 
     def _covers_all(self, buffers: Sequence[ByteArray]) -> bool:
-        """True if all are views of registered buffers, or all lie in one of them. Fast, for the
-        common case; False proves nothing."""
+        """True if all `buffers` are views of registered buffers, or all lie in a single one. This
+        is a fast test for the common case; after False, test each buffer by `_covers`."""
         with self._lock:
             wholes = set(map(id, self._known.values()))
         if all(id(buffer.base) in wholes for buffer in buffers):
-            return True  # by numpy's `base`; comparing addresses takes ten times as long
+            return True  # comparing addresses takes ten times as long as numpy's `base`
         spans = [(address_of(buffer), buffer.nbytes) for buffer in buffers]
         return self._covers(min(spans)[0], max(start + length for start, length in spans))
 
@@ -109,7 +109,7 @@ class Registrations:
                 self._give_back(buffer, is_certain and not is_late)
 
     def _borrow(self, buffer: ByteArray) -> None:
-        """Register for one call; several calls may use the same memory."""
+        """Register `buffer` for one call, unless another call has registered it already."""
         span = address_of(buffer), buffer.nbytes
         with self._lock:
             self._users[span] = users = self._users.get(span, 0) + 1
@@ -117,12 +117,12 @@ class Registrations:
                 self._transports.register(buffer)
 
     def _give_back(self, buffer: ByteArray, is_certain: bool) -> None:
-        """End a call's use. The last call unregisters, unless a transfer may still use the
-        memory."""
+        """End a call's use of `buffer`. The last call unregisters it. `is_certain`: no transfer
+        can use the memory any more; if False, the memory stays registered."""
         address = address_of(buffer)
         with self._lock:
             users = self._users[address, buffer.nbytes] - 1
-            if users or not is_certain:  # not certain: count a user that never ends
+            if users or not is_certain:  # if not certain, the count never returns to 0
                 self._users[address, buffer.nbytes] = max(users, not is_certain)
                 return
             del self._users[address, buffer.nbytes]

@@ -6,9 +6,9 @@ own. For all users the segment is one linear memory: an offset identifies a bloc
 registration covers the segment. The address range is reserved first, aligned to HUGE_BYTES. Then
 each file is mapped over its part.
 
-All pages are allocated before use. First come the advice about huge pages and the NUMA policy,
-because both apply only to pages that do not exist yet. The kernel uses huge pages on a tmpfs that
-is mounted with huge=advise (mount -o remount,huge=advise /dev/shm), and always on a hugetlbfs.
+All pages are allocated before use. The advice about huge pages and the NUMA policy are set before
+that, because both apply only to pages that do not exist yet. The kernel follows the advice on a
+tmpfs that is mounted with huge=advise. On a hugetlbfs all pages are huge.
 
 Not here: lock and size of one file (segment_file.py), content of the segment (layout.py,
 slot_memory.py), the choice of slots (directory/), transfers to other processes (transport.py).
@@ -42,13 +42,13 @@ from mooncake_store.memory.segment_file import (
 )
 
 SEPARATOR = ":"  # between the files of one segment
-IDENTITY_VARIABLE = "MOONCAKE_HOST_IDENTITY"  # see host_id()
+IDENTITY_VARIABLE = "MOONCAKE_HOST_IDENTITY"  # environment variable, read by host_id()
 HUGE_BYTES = 2 * 2**20
 PAGE_BYTES = mmap.PAGESIZE
 _MAP_FIXED, _MAP_NORESERVE, _MAP_POPULATE = 0x10, 0x4000, 0x8000
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MPOL_BIND = 2
-_MBIND = {"x86_64": 237, "aarch64": 235}  # number of the system call, which libc does not wrap
+_MBIND = {"x86_64": 237, "aarch64": 235}  # system call number of mbind, which libc does not wrap
 _NUMA_NODES_MAX = 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -73,7 +73,7 @@ class SegmentPart(NamedTuple):
 
 
 class Mapping:
-    """The address range, mapped as long as `view` or an array made from it is referenced."""
+    """The address range of a segment. It stays mapped while `view` or a slice is referenced."""
 
     def __init__(self, parts: Sequence[SegmentPart]) -> None:
         size_bytes = sum(part.size_bytes for part in parts)
@@ -82,7 +82,7 @@ class Mapping:
         self.address = -(-start // HUGE_BYTES) * HUGE_BYTES
         self.size_bytes = size_bytes
         owner = (ctypes.c_uint8 * size_bytes).from_address(self.address)
-        # A view of unmapped memory would crash the process, so unmap after the last view is gone.
+        # Reading unmapped memory would crash the process, so unmap when the last view is gone.
         weakref.finalize(owner, _libc.munmap, start, reserved_bytes).atexit = False
         self.view: ByteArray = np.ctypeslib.as_array(owner)
         offset = 0
@@ -114,13 +114,13 @@ def _mmap(address: int, size_bytes: int, protection: int, flags: int, descriptor
 def _map_part(address: int, part: SegmentPart) -> None:
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
     _mmap(address, part.size_bytes, protection, flags, part.descriptor)
-    # if the kernel rejects this advice, pages are small
+    # if the kernel rejects this advice, the pages are small
     _libc.madvise(address, part.size_bytes, _MADV_HUGEPAGE)
     if part.numa_node is not None:
         _bind(address, part.size_bytes, part.numa_node)
     if _libc.madvise(address, part.size_bytes, _MADV_POPULATE_WRITE) != 0:
-        # Linux before 5.14 does not have this advice. If memory ran out, mmap does not report it;
-        # prove_memory() does.
+        # Linux before 5.14 does not have this advice. MAP_POPULATE does not report a lack of
+        # memory, but prove_memory() does.
         _mmap(address, part.size_bytes, protection, flags | _MAP_POPULATE, part.descriptor)
 
 
@@ -158,7 +158,7 @@ def _bind(address: int, size_bytes: int, numa_node: int) -> None:
 
 
 class Segment:
-    """A mapped segment. Its owner creates, locks and unlinks the files; others only map them."""
+    """A mapped segment. Its owner creates, locks and unlinks the files; readers only map them."""
 
     def __init__(self, path: str, parts: Sequence[SegmentPart], is_owner: bool) -> None:
         self.path = path
@@ -170,8 +170,8 @@ class Segment:
 
     @classmethod
     def create(cls, path: str, size_bytes: int, numa_nodes: Sequence[int | None] = ()) -> Segment:
-        """A new zeroed segment. Replaces files of these names, but never those of a living owner.
-        Several files share the size equally; `numa_nodes` gives the NUMA node of each."""
+        """Create a zeroed segment. It replaces existing files, unless a living process owns them.
+        Several files share the size; `numa_nodes` has one NUMA node per file, or is empty."""
         assert size_bytes > 0, f"a segment of {size_bytes} bytes"
         paths = path.split(SEPARATOR)
         assert len(numa_nodes) in (0, len(paths)), (numa_nodes, paths)
@@ -198,15 +198,15 @@ class Segment:
                 os.close(part.descriptor)
             if isinstance(error, OSError):
                 raise SegmentRefused(
-                    f"cannot create segment {path} of {size_bytes} bytes: {error.strerror} (files "
-                    "on a hugetlbfs have whole huge pages, and no more than were set aside)"
+                    f"cannot create segment {path} of {size_bytes} bytes: {error.strerror} (on a "
+                    "hugetlbfs, use whole huge pages, and no more than the administrator reserved)"
                 ) from error
             raise
 
     @classmethod
     def open(cls, path: str, size_bytes: int | None = None) -> Segment:
         """Map a segment that a living process owns. `size_bytes`: the size that the owner
-        announced; None: any. SegmentRefused: no such file, no owner, or another size."""
+        announced; None: any size. SegmentRefused: no such file, no owner, or another size."""
         parts: list[SegmentPart] = []
         try:
             for one in path.split(SEPARATOR):
@@ -229,18 +229,18 @@ class Segment:
 
     @property
     def view(self) -> ByteArray:
-        """The whole segment as uint8. Do not keep it beyond close()."""
+        """The whole segment as uint8. Do not keep the view beyond close()."""
         assert self._mapping is not None, f"segment {self.path} is closed"
         return self._mapping.view
 
     def view_if_open(self) -> ByteArray | None:
-        """As `view`; None if another thread has closed the segment."""
+        """Like `view`, but None if the segment is closed (perhaps by another thread)."""
         mapping = self._mapping
         return None if mapping is None else mapping.view
 
     @property
     def pages(self) -> str:
-        """The sizes of the memory's pages, as text."""
+        """The sizes of the segment's memory pages, as text."""
         assert self._mapping is not None, f"segment {self.path} is closed"
         folders = {os.path.dirname(one) or "." for one in self.path.split(SEPARATOR)}
         if all(is_hugetlbfs(folder) for folder in folders):
@@ -250,7 +250,7 @@ class Segment:
         return {0: small, 100: huge}.get(percent, f"{percent} % of {huge}, else {small}")
 
     def is_owner_alive(self) -> bool:
-        """True if a living process owns the mapped file. False after `close`. Takes about 1 us."""
+        """True if a living process owns the first file. False after `close`. Takes about 1 us."""
         with self._lock:
             if self.is_owner or not self._descriptors:
                 return bool(self._descriptors)
@@ -266,7 +266,7 @@ class Segment:
             for one, descriptor in zip(self.path.split(SEPARATOR), self._descriptors, strict=True):
                 if self.is_owner:
                     unlink_if_same(one, descriptor)
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may share the lock
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may still have it open
                 os.close(descriptor)
             self._descriptors = []
             self._mapping = None
@@ -281,8 +281,8 @@ class Segment:
 def host_id(path: str) -> str:
     """An identifier that is equal in all processes that can map a segment at `path`. It names host,
     boot and tmpfs. Two containers of one host have the same boot but usually different /dev/shm.
-    Hosts of one deployment may share both (network namespaces, containers with one /dev/shm); an
-    operator distinguishes such hosts by MOONCAKE_HOST_IDENTITY."""
+    If hosts of a deployment share boot and /dev/shm (for example as network namespaces), an
+    operator distinguishes them by MOONCAKE_HOST_IDENTITY."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     device = os.stat(os.path.dirname(path.split(SEPARATOR)[0]) or ".").st_dev
     name = os.environ.get(IDENTITY_VARIABLE) or os.uname().nodename
@@ -290,8 +290,8 @@ def host_id(path: str) -> str:
 
 
 def _share_bytes(size_bytes: int, files: int, at: int) -> int:
-    """The size of file number `at`: an equal share of whole huge pages, or of whole pages if the
-    files are smaller. The last file has the remainder too."""
+    """The size of file number `at`: an equal share in whole huge pages, or in whole small pages if
+    a share is less than a huge page. The last file also gets the remainder."""
     share_bytes = size_bytes // files // HUGE_BYTES * HUGE_BYTES
     share_bytes = share_bytes or size_bytes // files // PAGE_BYTES * PAGE_BYTES
     if share_bytes == 0:

@@ -1,12 +1,12 @@
 """One file of a segment: created, locked, allocated, checked for a living owner, unlinked.
 
 The owner holds an exclusive flock on the file until it exits. The kernel releases the lock when the
-process dies, for any reason. So a file whose lock is free has no owner. By this test, a starting
-node recognises stale files, and a reader detects that the owner of a mapped file is dead.
+process dies, for any reason. A file whose lock is free therefore has no owner. A starting node
+recognises stale files by their free lock, and a reader detects that the owner has died.
 
 All memory is allocated before use. First, statvfs and MemAvailable show whether there is room.
-After segment.py has touched all pages, posix_fallocate proves that they exist. A sparse file would
-be accepted at once, and the first write to a full /dev/shm would kill the process with SIGBUS.
+After segment.py has touched all pages, posix_fallocate proves that they exist. Without these
+checks, a later write to a full /dev/shm would kill the process with SIGBUS.
 
 Not here: mapping the file, and segments of several files (segment.py).
 """
@@ -23,22 +23,22 @@ from pathlib import Path
 from mooncake_store.errors import StoreError
 from mooncake_store.process.available_memory import memory_available_bytes
 
-# Attempts to lock a file. A reader's liveness check may hold the lock, for a time slice at most.
+# attempts to lock a file; a reader that checks whether the owner lives may hold the lock briefly
 ATTEMPTS_MAX = 20
 ATTEMPT_S = 0.01  # seconds between two attempts
 MEMORY_SPARE_BYTES = 256 * 1024**2  # left for other processes when a segment is created
 
 
 class SegmentRefused(StoreError):
-    """The segment cannot be created or opened; the message names the remedy."""
+    """The segment cannot be created or opened."""
 
 
 class NoRoom(SegmentRefused):
-    """Too little memory is free now, but enough exists: other processes may release some."""
+    """Too little memory is free now, but other processes may release enough."""
 
 
 def create_locked(path: str) -> int:
-    """A descriptor of a new, empty, exclusively locked file at `path`, instead of a stale one."""
+    """Create and lock a file, instead of one without an owner; returns the descriptor."""
     for _ in range(ATTEMPTS_MAX):
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -53,7 +53,7 @@ def create_locked(path: str) -> int:
             ) from error
         if try_lock(descriptor, fcntl.LOCK_EX, keep=True) and _is_same(path, descriptor):
             return descriptor
-        os.close(descriptor)  # another starting process took this new file for a stale one
+        os.close(descriptor)  # another process found the new file before it was locked
     raise SegmentRefused(f"segment {path} is being created by another process; use another path")
 
 
@@ -80,9 +80,9 @@ def _remove_stale(path: str) -> None:
 
 
 def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
-    """Raise NoRoom if these (path, bytes) do not fit now, SegmentRefused if they never can."""
+    """NoRoom: too little memory is free. SegmentRefused: a whole filesystem is too small."""
     needed_bytes: dict[int, int] = {}  # by device number of the filesystem
-    set_aside: set[int] = set()  # devices of hugetlbfs, whose pages MemAvailable does not count
+    set_aside: set[int] = set()  # device numbers of hugetlbfs; MemAvailable excludes their pages
     for path, size_bytes in files:
         where = os.path.dirname(path) or "."
         device = os.stat(where).st_dev
@@ -115,7 +115,7 @@ def _free_bytes(folder: str) -> int:
 
 
 def prove_memory(path: str, descriptor: int, size_bytes: int) -> None:
-    """Allocate all pages of the file; NoRoom if that fails."""
+    """Allocate all pages of the file. NoRoom: there are not enough."""
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
@@ -143,7 +143,7 @@ def is_hugetlbfs(folder: str) -> bool:
 
 
 def try_lock(descriptor: int, kind: int, keep: bool) -> bool:
-    """True if the lock can be taken now. keep=False: the lock is released at once."""
+    """Take the lock; False: a process holds it. keep=False: release the lock at once."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

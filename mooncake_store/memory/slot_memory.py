@@ -1,16 +1,16 @@
 """The slots of a segment: each has a 64-byte header and a payload.
 
-A header names the block in the slot and shows whether the block is complete. Its generation is the
-number of this use of the slot; later uses have larger numbers. The writer of the slot writes the
-header. After a restart of the directory, the node lists its blocks from the headers. A header ends
-with a checksum of its fields, so a partly written header counts as "no header".
+A header names the block in the slot and shows whether the block is complete. It also has the
+generation, a number that is larger for each later use of the slot. The writer of the slot writes
+the header. After a restart of the directory, the node lists its blocks from the headers. A header
+ends with a checksum of its fields, so that a reader detects a partly written header.
 
-A segment consists of units, each with a header. A block's header is that of its first unit. The
-writer of a slot clears the headers of the block's other units first. Blocks of several sizes share
-the memory. So a header inside a block shows that another block was written there later.
+A segment consists of units, each with a header. The header of a block is that of its first unit,
+and the writer of a block first clears the headers of its other units. Blocks of several sizes share
+the memory, so a later block may begin inside an older one. A reader detects this by the header.
 
-The digests of a block's layers are in a region of their own, in the cells of its units. The block's
-checksum verifies the digests (digests.py), so no writer needs to clear old ones.
+After the headers, each unit has a cell. The cells of a block's units contain the digests of its
+layers. The block's checksum verifies the digests (digests.py), so no writer clears old digests.
 
 Not here: the address of a slot (layout.py), the choice of a slot (directory/), which blocks of a
 node's inventory the directory accepts (inventory.py).
@@ -42,7 +42,7 @@ from mooncake_store.memory.digests import checksum_of
 from mooncake_store.native import library
 from mooncake_store.records.blocks import GENERATION_MAX
 
-MAGIC = b"MKV2"  # to be changed with the format: other releases then read "no header"
+MAGIC = b"MKV2"  # a new format needs a new magic, so that other releases find no header
 # magic, state, generation, block key, checksum, length, ephemeral, layers
 FIELDS = struct.Struct("<4sIQ16sQQII")
 _PREFIX = struct.Struct("<4sIQ16s")
@@ -66,10 +66,10 @@ class SlotHeader(NamedTuple):
     state: int  # STATE_WRITING: the payload is not valid; STATE_READY: complete
     generation: int  # number of this use of the slot; below GENERATION_MAX
     key: bytes  # block key, 16 bytes
-    checksum: int  # of the payload (digests.py); with STATE_WRITING the writer's lease in ms
+    checksum: int  # of the payload (digests.py); in STATE_WRITING instead the writer's lease in ms
     length_bytes: int  # of the payload
     is_ephemeral: bool = False  # freed with its last lease
-    layers: int = 0  # layers whose digests `checksum` covers; 0: it covers the bytes
+    layers: int = 0  # number of layers whose digests `checksum` covers; 0: it covers the payload
 
     @classmethod
     def writing(
@@ -80,8 +80,8 @@ class SlotHeader(NamedTuple):
         lease_s: float,
         is_ephemeral: bool = False,
     ) -> SlotHeader:
-        """The header of a slot that is being filled. It has the writer's lease instead of a
-        checksum: a restarted directory quarantines the slot for that time (inventory.py)."""
+        """The header of a slot that is being filled. It contains the duration of the writer's
+        lease, because a restarted directory quarantines the slot for that time (inventory.py)."""
         lease_ms = int(lease_s * 1_000)
         return cls(STATE_WRITING, generation, key, lease_ms, length_bytes, is_ephemeral)
 
@@ -101,7 +101,7 @@ class SlotHeader(NamedTuple):
 
     @staticmethod
     def unpack(raw: bytes | memoryview) -> SlotHeader | None:
-        """The header in these 64 bytes; None: no valid header."""
+        """The header in these 64 bytes; None if the magic or the header's checksum is wrong."""
         assert len(raw) == HEADER_BYTES, f"a header has {HEADER_BYTES} bytes, got {len(raw)}"
         magic, state, generation, key, checksum, length_bytes, ephemeral, layers = (
             FIELDS.unpack_from(raw)
@@ -169,7 +169,7 @@ class SlotMemory:
         return SlotHeader.unpack(self.view[start : start + HEADER_BYTES].tobytes())
 
     def write_header(self, slot: int, header: SlotHeader) -> None:
-        """Write the header. STATE_WRITING also clears the headers of the block's other units."""
+        """Write the header. With STATE_WRITING, also clear the headers of the other units."""
         heads, raw = self.shape.headers(slot, header.length_bytes), header.pack()
         if header.state == STATE_WRITING:
             raw = raw.ljust(heads.stop - heads.start, b"\0")
@@ -184,11 +184,11 @@ class SlotMemory:
             write_headers(self.view, offsets, headers, (heads.stop - HEADER_BYTES) * is_begun)
 
     def is_newer(self, slot: int, generation: int) -> bool:
-        """True if the slot has a valid header of a later generation. The writer of the earlier
-        generation must then not write: its bytes would overwrite another block."""
+        """True if the slot has a valid header of a later generation. The writer of `generation`
+        must then not write, because its bytes would overwrite another block."""
         start = self.shape.header_offset_bytes(slot)
         there = _PREFIX.unpack_from(self.view.data, start)[2]
-        # The common case, without a checksum: this runs for each block of a put.
+        # fast path without verification, because this runs for each block of a put
         if there <= generation:
             return False
         header = self.header(slot)
@@ -211,12 +211,12 @@ class SlotMemory:
         return _BEGUN.unpack_from(self.view.data, start) == (MAGIC, STATE_WRITING, generation)
 
     def checksum(self, slot: int, size_bytes: int, layers: int = 0) -> int:
-        """The checksum of the payload, computed as for a block with `layers` layers."""
+        """The checksum of this payload as a block with `layers` layers."""
         return checksum_of(self.payload(slot, size_bytes), layers)
 
     def write_digests(self, slot: int, size_bytes: int, digests: bytes) -> None:
-        """Write the packed layer digests into the cells of the block's units. If these have no room
-        for the digests, nothing is written, and only the whole block can be verified."""
+        """Write the packed layer digests into the cells of the block's units. If the cells are too
+        small, nothing is written, and readers can verify only the whole block."""
         cell = self.shape.digests(slot, size_bytes, len(digests) // DIGEST_BYTES)
         if cell is not None:
             self.view[cell] = np.frombuffer(digests, np.uint8)
@@ -227,11 +227,11 @@ class SlotMemory:
 
     def blocks(self) -> list[Block]:
         """The blocks of all valid headers, in the order of their slots. A segment of a terabyte has
-        millions of headers, most of them empty. So numpy first finds the headers with the magic,
-        and only these are verified one by one."""
+        millions of headers, most of them empty. Therefore numpy first finds the headers with the
+        magic, and only these are verified one by one."""
         table = self.view[: self.shape.units * HEADER_BYTES].view(_COLUMNS)
         slots = np.flatnonzero(table["magic"] == int.from_bytes(MAGIC, "little"))
-        # a copy, because writers may change headers; a partly written one fails its checksum
+        # A copy, because writers may change headers. Partly written headers fail their checksum.
         rows = table[slots]
         raw, digest = rows.tobytes(), xxhash.xxh3_64_intdigest
         starts = range(0, len(raw), HEADER_BYTES)

@@ -229,7 +229,7 @@ def test_a_table_that_others_may_read_or_write_is_not_believed(
 ) -> None:
     assert os.stat(table.path).st_mode & 0o777 == 0o600
     os.chmod(table.path, mode)
-    with pytest.raises(SegmentRefused, match="another user"):
+    with pytest.raises(SegmentRefused, match="other users"):
         IndexView(table.path)
 
 
