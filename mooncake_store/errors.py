@@ -21,15 +21,15 @@ class ProtocolMismatch(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The directory or a node gave no answer in time, or cannot serve: do without the store."""
+    """The directory or a node did not answer in time, or cannot serve: go on without the store."""
 
 
 class AccessRefused(StoreError):
-    """Authentication with the peer failed, in either direction: wrong keys, or no keys."""
+    """This process or its peer rejects the keys of the other: correct the folder of keys."""
 
 
 class StateNotSaved(StoreError):
-    """A pin or a quota could not be saved in etcd, so nothing changed."""
+    """A pin or a quota could not be saved in etcd, so nothing changed: try again."""
 
 
 class EpochPassed(StoreError):
@@ -45,7 +45,7 @@ class NodeNotAttached(NodeUnknown):
 
 
 class StoreFull(StoreError):
-    """No block may be evicted, or a limit of the directory is reached: do without the store."""
+    """No block may be evicted, or the directory is at a limit: go on without the store."""
 
 
 class QuotaExceeded(StoreFull):
@@ -53,15 +53,15 @@ class QuotaExceeded(StoreFull):
 
 
 class SsdRefused(StoreError):
-    """The SSD tier cannot be opened: use another folder, or --ssd-reset."""
+    """The SSD tier cannot be opened as configured: change --ssd-path, or use --ssd-reset."""
 
 
 class ManifestDamaged(SsdRefused):
-    """The contents of the SSD are unknown: the tier starts empty."""
+    """The manifest of the SSD cannot be used: nothing to do, because the tier starts empty."""
 
 
 class ManifestVersion(SsdRefused):
-    """Another release wrote the SSD: use that release, or --ssd-reset."""
+    """Another release wrote the manifest of the SSD: use that release, or --ssd-reset."""
 
 
 class LayoutMismatch(StoreError):
@@ -69,19 +69,19 @@ class LayoutMismatch(StoreError):
 
 
 class FingerprintMismatch(StoreError):
-    """The KV of this worker and of another worker do not fit each other: do not start it."""
+    """This worker cannot use another worker's KV: give both the same checkpoint and settings."""
 
 
 class TransferFailed(StoreError):
-    """Bytes did not arrive: read the next copy, recompute, or write again."""
+    """A transfer failed: read the next copy, recompute, or write again."""
 
 
 class TransferTimeout(TransferFailed):
-    """Bytes did not arrive, and may still arrive: quarantine the targets."""
+    """A transfer did not end in time, and its bytes may still arrive: quarantine the targets."""
 
 
 class WriteGivenUp(TransferTimeout):
-    """A write stalled before its deadline: write again, into new slots."""
+    """A stalled write was given up before its deadline: write again, into new slots."""
 
 
 def _tree(root: type[StoreError]) -> dict[str, type[StoreError]]:
@@ -95,6 +95,6 @@ _BY_NAME = _tree(StoreError)
 
 
 def named(kind: str, message: str) -> StoreError:
-    """The error that a reply contains; a StoreError if this process does not define its class."""
+    """The error that a reply contains. If this process has no class `kind`, it is a StoreError."""
     known = _BY_NAME.get(kind)
     return known(message) if known else StoreError(f"{kind}: {message}")

@@ -1,19 +1,19 @@
 """The SSD tier's block file, and batched I/O between the file and the segment.
 
-The file is opened with O_DIRECT, which bypasses the page cache: cached blocks would take memory
-that the segment needs. Where a filesystem rejects O_DIRECT, buffered I/O is used. All space is
-allocated at start (posix_fallocate), so writes do not fail later when other processes fill the
+The file is opened with O_DIRECT, which bypasses the page cache, because cached blocks would take
+memory that the segment needs. If the filesystem rejects O_DIRECT, buffered I/O is used. All space
+is allocated at start (posix_fallocate), so writes do not fail later when other processes fill the
 disk. An existing file keeps its blocks and is extended or truncated. The owner holds an exclusive
 flock, so two nodes never write one file.
 
 A lane moves batches of blocks. `NixlLane` posts a batch to NIXL's POSIX plugin, which keeps many
 requests in the disk's queue. `ThreadLane` calls preadv and pwritev in a few threads.
-bench/RESULTS.md compares their speed. Both start a batch with post() and end it with wait(), so
-that the caller can verify one batch while the next one is in flight. `Lanes` gives each lane to one
-thread at a time.
+bench/RESULTS.md compares their speed. Both lanes start a batch with post() and await it with
+wait(), so that the caller can verify one batch while the next one is in flight. `Lanes` gives each
+lane to one thread at a time.
 
-If the disk hangs, an abandoned batch is kept with its lane until the batch ends. The kernel may
-still write to its memory. NIXL's destructor aborts the process if a batch in flight is freed.
+If the disk hangs, the caller abandons the batch. `Unfinished` keeps the batch and its lane until
+the batch ends, because NIXL's destructor aborts the process if a batch in flight is freed.
 
 Not here: which blocks are moved and verified (ssd_tier.py), where blocks are (manifest.py).
 """
@@ -44,16 +44,16 @@ IO_ALIGN_BYTES = 4096
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 LANES_MAX = 4  # lanes in use at once; each may have several batches in flight
 THREADS = 8  # shared by all ThreadLanes of a file
-SPIN_S = 0.0002  # polling without sleep; enough for a small read, and a sleep costs about 0.1 ms
-# Later, each sleep is this fraction of the time waited so far, so the wait is at most 6 % too long
+SPIN_S = 0.0002  # first part of a wait, which polls without sleep because a sleep takes 0.1 ms
+# later, each sleep is this fraction of the time waited so far, so the wait is at most 6 % too long
 WAIT_STEP = 1 / 16
 
 
 class BlockFile:
-    """One open block file. `is_direct`: reads and writes of `descriptor` use O_DIRECT."""
+    """One open block file. `is_direct`: whether `descriptor` uses O_DIRECT."""
 
     def __init__(self, path: str, capacity_bytes: int) -> None:
-        """SsdRefused: change the options. OSError: the disk failed or is full; retry later."""
+        """SsdRefused: the options must change. OSError: the disk failed or is full; retry later."""
         self.path = path
         self.is_direct = True
         try:
@@ -103,14 +103,14 @@ class BlockFile:
             raise
 
     def close(self) -> None:
-        """Unlock. The file remains: its blocks outlive the process. A second call has no effect."""
+        """Unlock and close the file, which keeps its blocks. A second call has no effect."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
 
 class Row(NamedTuple):
-    """One contiguous span to move between memory and file. Multiples of IO_ALIGN_BYTES."""
+    """One contiguous span to move. All three numbers are multiples of IO_ALIGN_BYTES."""
 
     memory_bytes: int  # offset in the memory
     file_bytes: int  # offset in the file
@@ -118,7 +118,7 @@ class Row(NamedTuple):
 
 
 class DiskLane(Protocol):
-    """Moves rows between memory and file; used by one thread at a time."""
+    """Moves rows between memory and file. Only one thread may use it at a time."""
 
     name: str
 
@@ -130,7 +130,7 @@ class DiskLane(Protocol):
         is still in flight at `until_s` (monotonic)."""
 
     def has_ended(self, batch: Any) -> bool:
-        """True if no part of this abandoned batch is in flight, whether it failed or not."""
+        """True if this abandoned batch has ended, successfully or not."""
 
     def close(self) -> None: ...
 
@@ -148,7 +148,7 @@ def move(descriptor: int, memory: ByteArray, is_write: bool, row: Row) -> None:
 
 
 class ThreadLane:
-    """preadv and pwritev in a few threads that all lanes of a file share."""
+    """Moves batches by preadv and pwritev in a few threads, which all lanes of a file share."""
 
     name = "threads"
 
@@ -177,7 +177,7 @@ class ThreadLane:
 
 
 class NixlLane:
-    """Batches by NIXL's POSIX plugin."""
+    """Moves batches by NIXL's POSIX plugin."""
 
     name = "nixl"
 
@@ -240,7 +240,7 @@ unfinished = Unfinished()
 
 
 class Lanes:
-    """The lanes of one file and one memory: `nixl` if the plugin works, else threads."""
+    """The lanes of one file and one memory. If NIXL's plugin does not work, they use threads."""
 
     def __init__(
         self, descriptor: int, memory: ByteArray, file_bytes: int, wished: str = "nixl"
@@ -251,7 +251,7 @@ class Lanes:
         self._permits = threading.BoundedSemaphore(LANES_MAX)
         self._lock = threading.Lock()
         self._free: list[DiskLane] = []
-        self.kind = wished  # of new lanes
+        self.kind = wished  # of the lanes that are made from now on
         self._free.append(self._make())
 
     def _make(self) -> DiskLane:
@@ -265,8 +265,8 @@ class Lanes:
 
     @contextlib.contextmanager
     def lane(self, until_s: float) -> Iterator[DiskLane]:
-        """A lane for this thread. It is not used again after an exception. TransferFailed: all
-        lanes are busy until `until_s` (monotonic)."""
+        """A lane for this thread. After an exception in the context, the lane is never used again.
+        TransferFailed: all lanes are busy until `until_s` (monotonic)."""
         unfinished.drop_ended()
         if not self._permits.acquire(timeout=max(0.0, until_s - time.monotonic())):
             raise TransferFailed(f"all {LANES_MAX} lanes to the SSD were busy until the deadline")
@@ -282,7 +282,7 @@ class Lanes:
             self._permits.release()
 
     def close(self) -> None:
-        """Close unused lanes, and cancel calls that have not begun. Does not wait for the disk."""
+        """Close unused lanes and cancel calls that have not begun, without waiting for the disk."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for lane in self._free:
             lane.close()

@@ -2,14 +2,14 @@
 
 A manifest has a header and then records of 64 bytes. PUT: a block is in a slot. DROP: the block is
 no longer in the slot. Each record ends with a CRC of its fields. All records have one size, so
-reading continues after a damaged record. Damaged bytes at the end are an interrupted write.
+reading continues after a damaged record. Damaged bytes at the end come from an interrupted write.
 
 Any record may be lost. Without its PUT, a block is a miss. Without its DROP, the table lists a
-block whose bytes may have been replaced. Then the PUT of an overlapping block has a higher
-generation and replaces the entry, or the block's checksum fails when the block is loaded.
+block whose bytes may have been replaced. Such bytes are never used: either the new block has a PUT
+with a higher generation, which replaces the old entry, or the old block's checksum fails.
 
-Blocks in the table never overlap. A byte string with one byte per unit shows where blocks start. So
-one backward search finds the only block below a slot that may reach into the slot.
+Blocks in the table never overlap. A byte string with one byte per unit shows where blocks start. A
+backward search in it finds the block before a slot, which is the only one that may reach into it.
 
 Not here: the file (manifest.py), the blocks (block_file.py), the choice of blocks (the directory).
 """
@@ -44,7 +44,7 @@ class SsdEntry(NamedTuple):
     generation: int  # number of this use of the slot; larger for later uses
     checksum: int  # of the block (digests.py)
     size_bytes: int
-    layers: int = 0  # layers whose digests the checksum covers; 0: a block without layers
+    layers: int = 0  # number of layers whose digests the checksum covers; 0: it covers the bytes
 
 
 class SsdShape(NamedTuple):
@@ -79,17 +79,17 @@ def pack_header(shape: SsdShape, version: int = MANIFEST_VERSION) -> bytes:
 
 def unpack_header(raw: bytes) -> SsdShape:
     """The shape in a header. ManifestDamaged: not a valid header. ManifestVersion: another release
-    wrote it. All versions have the same layout, so the two cases can be distinguished."""
+    wrote the header, which has the same layout in all versions."""
     if len(raw) < RECORD_BYTES:
-        raise ManifestDamaged(f"it has {len(raw)} bytes, its header alone has {RECORD_BYTES}")
+        raise ManifestDamaged(f"it has {len(raw)} bytes, fewer than a header ({RECORD_BYTES})")
     raw = raw[:RECORD_BYTES]
     magic, version, unit_bytes, capacity_bytes, _ = _HEADER.unpack_from(raw)
     if magic != _MAGIC or not _is_sealed(raw):
-        raise ManifestDamaged(f"it does not begin with a whole header: {raw[:16].hex()}")
+        raise ManifestDamaged(f"its header is invalid and begins with {raw[:16].hex()}")
     if version != MANIFEST_VERSION:
         raise ManifestVersion(
-            f"it has version {version}, this release writes {MANIFEST_VERSION}: run the release "
-            "that wrote it, or start with --ssd-reset, which discards the blocks"
+            f"the SSD manifest has version {version}, this release writes {MANIFEST_VERSION}: run "
+            "the release that wrote it, or start with --ssd-reset, which discards the blocks"
         )
     return SsdShape(unit_bytes, capacity_bytes)
 
@@ -105,15 +105,15 @@ def pack_drop(slot: int, generation: int) -> bytes:
 class ManifestReplay(NamedTuple):
     """The records of a manifest, in the order in which they were written."""
 
-    records: list[tuple[int, SsdEntry]]  # (PUT or DROP, ...); a DROP has only slot and generation
-    damaged: int  # records that were skipped
-    whole_bytes: int  # length up to the end of the last readable record
+    records: list[tuple[int, SsdEntry]]  # (PUT, entry), or (DROP, slot and generation as an entry)
+    damaged: int  # number of damaged records before the last readable one
+    whole_bytes: int  # length of the file up to the end of the last readable record
 
 
 def replay(raw: bytes) -> ManifestReplay:
     """All readable records after the header."""
     records: list[tuple[int, SsdEntry]] = []
-    damaged = skipped = 0  # skipped: since the last readable record
+    damaged = skipped = 0  # skipped: damaged records since the last readable one
     whole_bytes = min(len(raw), RECORD_BYTES)
     for start in range(RECORD_BYTES, len(raw) - RECORD_BYTES + 1, RECORD_BYTES):
         one = raw[start : start + RECORD_BYTES]
@@ -162,8 +162,8 @@ class EntryTable:
         return found
 
     def put(self, entry: SsdEntry) -> bool:
-        """Add an entry and remove the entries that it overlaps. False, without a change: it does
-        not fit, or it overlaps an entry of a higher generation."""
+        """Add an entry and remove the entries that it overlaps. False: the table is unchanged,
+        because the entry is invalid or overlaps an entry of a higher generation."""
         if not self.shape.holds(entry):
             return False
         others = self.overlapping(entry.slot, entry.size_bytes)

@@ -1,15 +1,15 @@
 """The SSD tier's manifest file: an append-only log, so that blocks survive a restart of the node.
 
-Records are written without fsync. So they survive the death of the process, also by kill -9. After
-a power cut, records may be missing or refer to unwritten blocks, which is safe (entries.py). When
-most records are obsolete, a new file is written and renamed over the old one.
+Records are written without fsync. They survive the death of the process, even by kill -9, because
+the kernel has them. After a power cut, records or bytes of blocks may be missing. Lost records are
+harmless (entries.py), and a checksum detects lost bytes. When most records are obsolete, a new file
+is written and renamed over the old one.
 
-A manifest with an invalid header, or for another unit size, is renamed to `.damaged`. The tier then
-starts empty, and its blocks are computed again. A manifest of another release stops the node
-instead, because the operator may want to return to that release. After a change of capacity, blocks
-that still fit are kept.
+A manifest with an invalid header, or for another unit size, is renamed to `.damaged`, and the tier
+starts empty. A manifest of another release stops a starting node instead, because the operator may
+want to return to that release. After a change of capacity, blocks that still fit are kept.
 
-Not here: the bytes of records, and the table that results (entries.py).
+Not here: the bytes of records, and the table of blocks that they describe (entries.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mooncake_store.ssd.entries import (
 
 log = logging.getLogger("mooncake_store.ssd")
 DEAD_RECORDS_MIN = 4096  # fewer obsolete records do not justify a rewrite
-DEAD_FRACTION_MAX = 0.75  # of all records in the file
+DEAD_FRACTION_MAX = 0.75  # obsolete records / all records, above which the file is rewritten
 
 
 class Manifest:
@@ -48,7 +48,7 @@ class Manifest:
         self._lock = threading.Lock()
         self._records = 0  # number of records in the file, without its header
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(path + ".new")  # an interrupted compaction
+            os.unlink(path + ".new")  # left by an interrupted compaction
         if must_reset:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -63,7 +63,7 @@ class Manifest:
             aside = self.path + ".damaged"
             os.replace(self.path, aside)
             log.error(
-                "manifest %s is damaged: %s; moved to %s, the SSD tier starts empty",
+                "manifest %s cannot be used: %s; moved to %s, the SSD tier starts empty",
                 self.path,
                 error,
                 aside,
@@ -80,7 +80,7 @@ class Manifest:
         found = unpack_header(raw)
         if found.unit_bytes != shape.unit_bytes:
             raise ManifestDamaged(
-                f"it describes units of {found.unit_bytes} bytes, the node has --unit-bytes "
+                f"it is for --unit-bytes {found.unit_bytes}, but this node has --unit-bytes "
                 f"{shape.unit_bytes}"
             )
         replayed = replay(raw)
@@ -95,8 +95,7 @@ class Manifest:
         return found
 
     def put(self, entries: Sequence[SsdEntry]) -> None:
-        """Add blocks that have been written to slots that make_room() cleared. OSError: none is
-        added."""
+        """Add written blocks; make_room() must have cleared their slots. OSError: none is added."""
         with self._lock:
             taken = [entry for entry in entries if self.table.put(entry)]
             assert len(taken) == len(entries), "two blocks in one slot, or no make_room() before"
@@ -109,8 +108,9 @@ class Manifest:
             self._compact_if_dead()
 
     def make_room(self, slots: Iterable[tuple[int, int, int]]) -> list[bool]:
-        """Drop the blocks that a write to these (slot, generation, bytes) will overwrite. False for
-        a slot with a newer block, or outside the file: do not write. OSError: write none."""
+        """Drop the blocks that a write to these (slot, generation, bytes) will overwrite. False
+        forbids the write, because the slot has a newer block or lies outside the file. OSError:
+        all writes are forbidden."""
         with self._lock:
             answers, dead = [], {}
             for slot, generation, size_bytes in slots:
@@ -139,7 +139,7 @@ class Manifest:
             while left:  # A full disk accepts a part and reports the error on the next write.
                 left = left[os.write(self._descriptor, left) :]
         except OSError:
-            # remove an incomplete record, because others are appended after it
+            # remove an incomplete record, because later records are appended after it
             os.ftruncate(self._descriptor, start_bytes)
             raise
         self._records += len(records)
@@ -185,7 +185,7 @@ class Manifest:
             assert sorted(again.entries()) == sorted(self.table.entries())
 
     def close(self) -> None:
-        """A second call has no effect."""
+        """Close the file. A second call has no effect."""
         with self._lock:
             if self._descriptor >= 0:
                 os.close(self._descriptor)

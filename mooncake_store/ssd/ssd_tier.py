@@ -1,11 +1,11 @@
 """A node's SSD tier: writes blocks of the segment to a file, and loads and verifies them.
 
-    write: make_room() in the manifest -> O_DIRECT write -> the caller checks that the block is
-           unchanged -> keep() in the manifest
-    load:  manifest -> O_DIRECT read into the segment -> checksum
+    write: free the slots in the manifest -> O_DIRECT write -> the caller checks that the segment's
+           block is unchanged -> keep() records the block in the manifest
+    load:  find the block in the manifest -> O_DIRECT read into the segment -> verify the checksum
 
-The manifest lists the blocks in the file; only these are loaded. A block with a wrong checksum is
-dropped from the manifest here, and from the directory by the caller.
+Only blocks in the manifest are loaded. The tier drops a block with a wrong checksum from the
+manifest, and the caller drops it from the directory.
 
 When the disk fails or is full, the tier accepts no writes for RETRY_S (`is_writable`). Reads
 continue, and the node serves from DRAM.
@@ -41,11 +41,11 @@ from mooncake_store.ssd.manifest import Manifest
 
 log = logging.getLogger("mooncake_store.ssd")
 PART_BYTES = 2 * 2**20  # size of a part, which is verified while the next parts are read
-PARTS_AHEAD = 4  # most parts of one call in flight on the disk
-PART_ROWS_MAX = 128  # most blocks of a part
-GRACE_S = 0.5  # after the deadline; a working disk has ended all requests by then
+PARTS_AHEAD = 4  # maximum number of parts of one call in flight
+PART_ROWS_MAX = 128  # maximum number of blocks in a part
+GRACE_S = 0.5  # time after the deadline in which a working disk ends all requests in flight
 RETRY_S = 60.0  # from a failure of the disk to the next attempt to write, or to open the tier
-WRITE_S_MAX = 60.0  # a disk that needs longer for one batch is treated as broken
+WRITE_S_MAX = 60.0  # deadline of one write(); a slower disk is treated as broken
 
 
 class BlockJob(NamedTuple):
@@ -72,7 +72,7 @@ class SsdCounters:
     restored_blocks: int = 0
     restored_bytes: int = 0
     checksum_failures: int = 0
-    disk_errors: int = 0  # failed reads, and failures that closed the tier for writing
+    disk_errors: int = 0  # blocks that could not be read, and failures of writes
 
 
 class SsdTier:
@@ -91,7 +91,7 @@ class SsdTier:
         self.shape = shape
         self.counters = SsdCounters()
         self._memory = memory
-        self._closed_until_s = 0.0  # closed for writing until then, by time.monotonic()
+        self._closed_until_s = 0.0  # time.monotonic() until which the tier accepts no writes
         self.path = os.path.join(folder, f"{name}.blocks")
         self._file = BlockFile(self.path, shape.capacity_bytes)
         try:
@@ -108,8 +108,8 @@ class SsdTier:
 
     @property
     def state(self) -> str:
-        """For example "direct, nixl": with O_DIRECT or buffered, the kind of lane, and whether the
-        tier is closed for writing."""
+        """ "direct" (by O_DIRECT) or "buffered", then the kind of lane ("nixl" or "threads"), then
+        "closed for writing" if `is_writable` is False."""
         how = "direct" if self._file.is_direct else "buffered"
         return f"{how}, {self._lanes.kind}" + ("" if self.is_writable else ", closed for writing")
 
@@ -131,7 +131,7 @@ class SsdTier:
                 written[index] = failure is None
                 if failure is not None:
                     self._close_for_writing(failure)
-        except TransferFailed as error:  # the disk hangs, or other batches kept all lanes busy
+        except TransferFailed as error:  # the disk hangs, or all lanes were busy
             self._close_for_writing(error)
         return written
 
@@ -161,9 +161,9 @@ class SsdTier:
         until_s: float,
         on_digests: Callable[[BlockJob, bytes], None] = lambda job, digests: None,
     ) -> list[LoadOutcome]:
-        """Load blocks into the segment, until `until_s` (monotonic). TransferTimeout: the disk
-        hangs, and bytes may still arrive. TransferFailed: all lanes were busy. `on_digests`
-        receives the packed layer digests of each verified block, or b"" without layers."""
+        """Load blocks into the segment, until `until_s` (monotonic). `on_digests` receives the
+        packed layer digests of each verified block, or b"" if the block has no layers.
+        TransferTimeout: the disk hangs, and bytes may still arrive. TransferFailed: busy lanes."""
         known = [self.manifest.table.find(job.entry.slot) == job.entry for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         indices = [index for index, is_known in enumerate(known) if is_known]
@@ -194,28 +194,28 @@ class SsdTier:
         return digests, block_checksum(digests)
 
     def checksum(self, memory_bytes: int, size_bytes: int) -> int:
-        """The checksum of a block without layers in the segment."""
+        """The checksum of a block without layers that starts at this offset of the segment."""
         return checksum(self._memory[memory_bytes : memory_bytes + size_bytes])
 
     def _drop_corrupt(self, entry: SsdEntry) -> None:
         self.counters.checksum_failures += 1
         log.warning(
-            "SSD %s: block %s in slot %d is corrupt, dropped",
+            "SSD %s: block %s in slot %d is corrupt and was dropped",
             self.path,
             entry.key.hex(),
             entry.slot,
         )
         try:
             self.manifest.drop(entry.slot, entry.generation)
-        except OSError as error:  # dropped from the table; after a restart its checksum fails again
+        except OSError as error:  # the file keeps the PUT; the checksum fails after a restart too
             self._close_for_writing(error)
 
     def _move(
         self, is_write: bool, jobs: Sequence[BlockJob], indices: Sequence[int], until_s: float
     ) -> Iterator[tuple[int, OSError | None]]:
         """Move these jobs; yields (index, error or None) for each, part by part. While the caller
-        handles one part, the next ones are in flight. After `until_s` no more parts are started,
-        and their jobs are not yielded. Parts in flight then have GRACE_S to end."""
+        handles one part, the next parts are in flight. After `until_s` no part is started. Jobs of
+        parts that were not started are not yielded. A started part ends by `until_s` + GRACE_S."""
         parts = [
             (part, [self._row(jobs[index]) for index in part]) for part in _parts(jobs, indices)
         ]
@@ -235,7 +235,7 @@ class SsdTier:
                     posted.popleft()
                     for index, row in zip(part, rows, strict=True):
                         yield index, self._again(is_write, row) if error else None
-            finally:  # the disk hangs, or the caller stopped: parts may be in flight
+            finally:  # if the disk hangs or the caller stopped, parts may be in flight
                 unfinished.keep(lane, [each for each in posted if not isinstance(each, Exception)])
 
     def _row(self, job: BlockJob) -> Row:
@@ -252,7 +252,7 @@ class SsdTier:
             return error
 
     def _wait(self, lane: DiskLane, posted: object, until_s: float) -> Exception | None:
-        """The error of the part; None: it succeeded. TransferTimeout: bytes may be in flight."""
+        """The error of the part, or None. TransferTimeout: its bytes may still be in flight."""
         if isinstance(posted, TransferFailed):
             return posted
         try:
@@ -264,7 +264,7 @@ class SsdTier:
         return None
 
     def _again(self, is_write: bool, row: Row) -> OSError | None:
-        """Repeat one row of a failed part by plain calls; returns the row's own error."""
+        """Repeat one row of a failed part by plain calls, to find out whether this row fails."""
         try:
             move(self._file.descriptor, self._memory, is_write, row)
         except OSError as error:
@@ -272,14 +272,14 @@ class SsdTier:
         return None
 
     def close(self) -> None:
-        """Blocks and manifest remain on the disk. A second call has no effect."""
+        """Close the files, which remain on the disk. A second call has no effect."""
         self._lanes.close()
         self.manifest.close()
         self._file.close()
 
 
 def _parts(jobs: Sequence[BlockJob], indices: Sequence[int]) -> list[list[int]]:
-    """The indices in runs of at most PART_BYTES and PART_ROWS_MAX; a larger block is alone."""
+    """Divide the indices into parts of at most PART_BYTES; a larger block is a part of its own."""
     parts: list[list[int]] = []
     part_bytes = PART_BYTES
     for index in indices:
