@@ -7,14 +7,14 @@
 
 The folder `authority` stays on the machine that makes the keys. A generation is a CA and the CURVE
 keys of the directory and of all hosts. A renewal replaces the generation in three steps. After each
-step the hosts' folders are copied, and processes that read certificates only at their start are
-restarted:
+step an operator copies the hosts' folders. The launchers then restart the processes that read
+certificates only at their start.
 
-    1. prepare   the next generation is made and trusted; the current one is used
+    1. prepare   the next generation is made and trusted; the current one is still used
     2. switch    the next generation is used; the old one is still trusted
     3. retire    the old generation is no longer trusted
 
-At each moment, two hosts trust each other even if one still has the folder of the step before.
+Two hosts trust each other even if one of them still has the folder of the step before.
 
 Not here: reading a folder in a process (folder.py), the commands (command.py).
 """
@@ -44,7 +44,7 @@ from mooncake_store.process.edited_file import replace_file
 
 FOLDER, STATE = "authority", "state.json"
 DAYS = 365  # default validity of a host's certificate; a CA's certificate is valid for 3,650 days
-BACKDATED = datetime.timedelta(hours=1)  # tolerance for clock differences between hosts
+BACKDATED = datetime.timedelta(hours=1)  # certificates begin earlier, because clocks may be slow
 NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?")
 ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 STEPS = ("prepare", "switch", "retire")
@@ -60,7 +60,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 class ClusterGeneration(msgspec.Struct):
     number: int  # 1, 2, ...
-    directory: KeyPair  # of all directories of the cluster
+    directory: KeyPair  # shared by all directories of the cluster
     hosts: dict[str, KeyPair]  # host -> its CURVE keys
 
 
@@ -86,9 +86,9 @@ class AuthorityState(msgspec.Struct):
 
     @property
     def steps_to_forget(self) -> int:
-        """Number of `rotate` calls until every current generation is retired. A removed host still
-        has the keys of these generations, so it loses access only then. If a renewal is in
-        progress, its steps and those of one more renewal count."""
+        """Number of `rotate` calls until every current generation is retired. Only these calls end
+        the access of a removed host, because it still has the keys of all these generations. During
+        a renewal, the remaining steps of this renewal and all steps of another one count."""
         left = len(STEPS) - STEPS.index(self.next_step)
         return left if len(self.generations) == 1 else left + len(STEPS)
 
@@ -101,8 +101,7 @@ class Authority:
 
     @classmethod
     def begun(cls, path: Path) -> Authority:
-        """Create the keys of a cluster without hosts. RequestInvalid if the folder has keys
-        already."""
+        """Create the keys of a cluster without hosts. RequestInvalid: the folder has keys."""
         if (path / FOLDER).exists():
             raise RequestInvalid(
                 f"{path} has keys: add hosts (mooncake keys add-host) or renew the keys (mooncake "
@@ -148,8 +147,8 @@ class Authority:
         self._write(days, [host])
 
     def remove_host(self, host: str) -> None:
-        """Remove a host. Hosts with the new folders reject its CURVE key. Its certificate stays
-        valid until the keys are renewed (steps_to_forget)."""
+        """Remove a host. Hosts to which the new folders are copied reject its CURVE key. Its
+        certificate stays valid until its generation is retired (steps_to_forget)."""
         if host not in self.state.hosts:
             raise RequestInvalid(
                 f"there is no host {host}; known hosts: {', '.join(self.state.hosts)}"
@@ -158,7 +157,7 @@ class Authority:
         self.state.addresses.pop(host, None)
         for generation in self.state.generations:
             generation.hosts.pop(host, None)
-        self._write(hosts=[])  # before the deletions, which may fail and revoke nothing
+        self._write(hosts=[])  # first, because the deletions may fail, and they revoke nothing
         for name in host_folder.FILES:
             (self.path / host / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # the folder was moved, or has other files
@@ -204,7 +203,8 @@ class Authority:
     # ---- the folders of the hosts
 
     def _write(self, days: float = DAYS, hosts: list[str] | None = None) -> None:
-        """Write the state and all hosts' folders. Makes new certificates for `hosts`; None: all."""
+        """Write the state and all hosts' folders. `hosts`: those that get new certificates; None:
+        all hosts."""
         raw = msgspec.json.format(msgspec.json.encode(self.state))
         _write(self.path / FOLDER / STATE, raw, is_private=True)
         numbers = [each.number for each in self.state.generations]

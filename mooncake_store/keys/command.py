@@ -15,16 +15,16 @@ import typer
 
 from mooncake_store.errors import RequestInvalid, StoreError
 
-WARN_DAYS = 30  # `check` reports certificates that expire within so many days
-STEP_S_MIN = 120.0  # minimum time between two steps of a renewal
+WARN_DAYS = 30  # `check` reports certificates that expire within this time
+STEP_S_MIN = 120.0  # minimum time between two steps of a renewal, unless --now is given
 NEXT = {
     "prepare": "The next generation is trusted, the current one is used.",
     "switch": "The next generation is used, the old one is still trusted.",
     "retire": "The old generation is no longer trusted.",
 }
 COPY = (
-    "Copy to each host its folder ({folder}/HOST). Processes read the files again by themselves; "
-    "workers' Tritons are drained and restarted for it, one after the other"
+    "Copy to each host its folder ({folder}/HOST). Most processes then read the new keys by "
+    "themselves. The launcher drains and restarts the workers' Tritons, one after the other"
 )
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 Folder = Annotated[Path, typer.Argument(help="folder of the authority, for example `keys`")]
-Days = Annotated[int, typer.Option(min=1, help="validity of its certificate in days")]
+Days = Annotated[int, typer.Option(min=1, help="validity of new host certificates, in days")]
 
 
 @contextmanager
@@ -93,12 +93,12 @@ def add_host(
         name, _, address = host.partition("=")
         Authority.read(folder).add_host(name, directory, days, address)
         typer.echo(f"made keys of host {name} in {folder / name}")
-        typer.echo(COPY.format(folder=folder) + ", if the certificate changed.")
+        typer.echo(COPY.format(folder=folder) + " if their certificate has changed.")
 
 
 @app.command("remove-host")
 def remove_host(folder: Folder, host: str) -> None:
-    """Remove a host. Its folder may have been copied: renew the keys afterwards."""
+    """Remove a host. Renew the keys afterwards, because the host may still have its folder."""
     from mooncake_store.keys.authority import Authority
 
     with _refusals():
@@ -106,9 +106,9 @@ def remove_host(folder: Folder, host: str) -> None:
         authority.remove_host(host)
         typer.echo(f"removed host {host}. {COPY.format(folder=folder)}.")
         typer.echo(
-            "The host still has a valid certificate and the cluster's keys: rotate "
-            f"{authority.state.steps_to_forget} times, and copy the folders after each. Only the "
-            "cluster's secret stays, which gives no access without these."
+            "The host may still have a valid certificate and the cluster's keys: rotate "
+            f"{authority.state.steps_to_forget} times, and copy the folders after each. The "
+            "cluster's secret is not renewed; it gives no access without a certificate or keys."
         )
 
 
@@ -128,17 +128,17 @@ def rotate(
         pause_s = authority.age_s()
         if authority.state.next_step != "prepare" and pause_s < STEP_S_MIN and not now:
             raise RequestInvalid(
-                f"keys were written {pause_s:.0f} s ago, and hosts need minutes to restart: no "
-                "frontend calls a worker that still has the keys of two steps before. "
-                "Check `mooncake cluster status`; --now skips this check"
+                f"keys were last written {pause_s:.0f} s ago, and hosts need minutes to restart "
+                "their workers. Frontends cannot call a worker that is two steps behind. Wait "
+                "until `mooncake cluster status` shows every worker restarted, or pass --now"
             )
         step = authority.rotate(days)
         typer.echo(f"{step}: {NEXT[step]}")
         typer.echo(f"{COPY.format(folder=folder)}.")
         if step != "retire":
             typer.echo(
-                "When every worker has restarted (`mooncake cluster status`), "
-                f"`mooncake keys rotate {folder}` again: it will {authority.state.next_step}."
+                "When every worker has restarted (see `mooncake cluster status`), run `mooncake "
+                f"keys rotate {folder}` again. Its next step is {authority.state.next_step}."
             )
 
 
@@ -152,7 +152,7 @@ def show(folder: Folder) -> None:
         state = Authority.read(folder).state
         numbers = ", ".join(str(each.number) for each in state.generations)
         typer.echo(f"generations trusted: {numbers}; used: {state.used}")
-        typer.echo(f"`mooncake keys rotate` would {state.next_step}")
+        typer.echo(f"next step of `mooncake keys rotate`: {state.next_step}")
         for host, may_direct in sorted(state.hosts.items()):
             until = certificate_in(folder / host).not_valid_after_utc
             role = "" if may_direct else ", without the directory's key"
@@ -162,7 +162,7 @@ def show(folder: Folder) -> None:
 
 @app.command()
 def check(folder: Folder) -> None:
-    """Print every problem of a host's folder, or of all hosts' folders; exits with 1 if any."""
+    """Print every problem of a host's folder, or of all hosts' folders; exit with 1 if any."""
     from mooncake_store.keys.folder import ZEROMQ, Keys
     from mooncake_store.keys.tls import certificate_problems
 

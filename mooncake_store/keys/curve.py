@@ -1,13 +1,13 @@
 """CURVE encryption of ZeroMQ sockets: addresses, keys, and rejected connections.
 
 Only tcp:// addresses use CURVE. Permissions of the file system protect ipc:// and Unix sockets. All
-directories have one CURVE key, which is in every host's folder of keys, because a client at first
-has only the address of a directory. Other servers (a storage node, a worker's inbox) make a new key
-at each start and publish it in the directory, with their address:
+directories share one CURVE key. Every host's folder has the public half of this key, because a
+client at first has only the address of a directory. Other servers (a storage node, a worker's
+inbox) make a new key at each start and publish its public half with their address:
 
     tcp://10.77.0.1:41234#<public key, 64 hex digits>
 
-So these keys need no renewal, and clients reject a process that took over the port of another.
+Published keys need no renewal. They also make clients reject a process that took over a port.
 
 Not here: the admission of clients (gate.py), the handling of a rejection (wire/).
 """
@@ -34,11 +34,11 @@ from mooncake_store.keys.gate import DOMAIN, guard
 
 INSECURE_VARIABLE = "MOONCAKE_INSECURE"
 log = logging.getLogger(__name__)
-RENEW_S_MAX = 3.0  # from a renewal to the first log line about a port that cannot be bound
-RENEW_NOTE_S = 60.0  # between two log lines about such a port, or about a key that is not renewed
+RENEW_S_MAX = 3.0  # seconds from a renewal to the first log line about a port that is not bound
+RENEW_NOTE_S = 60.0  # seconds between two log lines about such a port or a key that is not renewed
 HANDSHAKE_MS = 5_000  # timeout for clients that connect and send nothing
-SILENT_FAILURES_MAX = 3  # failures without a cause until AccessRefused; a server's exit causes 1-2
-LOST_FAILURES = 10  # failed handshakes from one is_lost() to the next that show a lost connection
+SILENT_FAILURES_MAX = 3  # unexplained failures until AccessRefused; an exiting server causes 1 or 2
+LOST_FAILURES = 10  # failed handshakes between two calls of is_lost() that show a lost connection
 EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -56,7 +56,7 @@ def is_tcp(address: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host can reach tcp://HOST:PORT, or HOST:PORT."""
+    """Whether only this host can reach `address` (tcp://HOST:PORT or HOST:PORT)."""
     host = address.removeprefix("tcp://").partition("#")[0].rpartition(":")[0].strip("[]")
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -70,9 +70,9 @@ def refuse_unguarded(address: str, keys: Keys | None) -> None:
     if keys is not None or is_loopback(address) or os.environ.get(INSECURE_VARIABLE) == "1":
         return
     raise AddressUnguarded(
-        f"{address} can be reached from other hosts, and there are no keys: every such host "
-        f"could read and change everything. Name a folder of keys ({folder.VARIABLE}, made by "
-        "`mooncake keys init`), listen on a loopback address, or allow it with --insecure "
+        f"other hosts can reach {address}, and this process has no keys: each of these hosts "
+        f"could read and change everything. Set {folder.VARIABLE} to a folder of keys (made by "
+        "`mooncake keys init`), listen on a loopback address, or permit this with --insecure "
         "(`insecure: true` in the cluster file)"
     )
 
@@ -115,12 +115,12 @@ def secured_server(
 
 
 def _directory_generation(keys: Keys) -> CurveGeneration:
-    """The active generation. AddressUnguarded: this host lacks its directory key."""
+    """The active generation. AddressUnguarded: this host may not run a directory."""
     active = keys.curve.ordered()[0]
     if not active.directory_secret:
         raise AddressUnguarded(
-            f"no directory may run on host {keys.curve.host}: its keys in {keys.folder} lack the "
-            "directory's (mooncake keys add-host --directory)"
+            f"no directory may run on host {keys.curve.host}: {keys.folder} lacks the directory's "
+            "secret key (`mooncake keys add-host --directory` adds it)"
         )
     return active
 
@@ -161,7 +161,7 @@ class DirectoryKey:
         if not self._bound or self._keys is None:
             return
         if self._number != self._keys.curve.active:
-            try:  # before a socket is unbound
+            try:  # raise before any socket is unbound
                 active = _directory_generation(self._keys)
             except AddressUnguarded as error:
                 if now_s >= self._note_due_s:
@@ -214,14 +214,14 @@ def client_keys(address: str) -> list[ClientKeys]:
 
 
 _MONITORS = itertools.count()
-# The readers of _monitor() by socket. Without its reader, a socket's I/O thread would block.
+# The reader of each monitored socket, kept here because the I/O thread would block without it.
 _READERS: weakref.WeakKeyDictionary[zmq.Socket[Any], zmq.Socket[bytes]]
 _READERS = weakref.WeakKeyDictionary()
 
 
 class PeerAccess:
-    """A client's authentication at one address: which keys are tried, and when it has failed.
-    While two generations overlap, a server may use either. The client then tries both."""
+    """A client's authentication at one address. While two generations are valid, the server may
+    use the keys of either, so the client tries both until one handshake succeeds."""
 
     def __init__(self, address: str, who: str = "") -> None:
         """`who`: the server's name in error messages; "": the address."""
@@ -248,9 +248,9 @@ class PeerAccess:
         socket.connect(self._address.partition("#")[0])
 
     def must_redial(self) -> bool:
-        """True if a handshake failed, and other or renewed keys remain. Then call connect() again,
-        best with a new socket. False: none failed, or ZeroMQ itself retries with the same keys.
-        AccessRefused: all keys failed; without a known cause, SILENT_FAILURES_MAX times."""
+        """True if a handshake failed and there are other or renewed keys: call connect() again,
+        best with a new socket. False: none failed, or ZeroMQ itself retries with the only keys.
+        AccessRefused: all keys failed, or without a known cause SILENT_FAILURES_MAX handshakes."""
         failure = self._newest_failure()
         if failure is None:
             return False
@@ -277,8 +277,8 @@ class PeerAccess:
         return events[-1]
 
     def is_lost(self) -> bool:
-        """Whether many handshakes failed and none succeeded since the last call. Must be called for
-        unused connections: their events would accumulate, and this call discards them."""
+        """Whether many handshakes failed and none succeeded since the last call. Call it for unused
+        connections too, because it discards their events, which would accumulate."""
         events = self._events()
         return len(events) >= LOST_FAILURES and zmq.EVENT_HANDSHAKE_SUCCEEDED not in events
 
@@ -319,9 +319,9 @@ def _monitor(socket: zmq.Socket[Any], name: str) -> zmq.Socket[bytes]:
 
 
 _UNKNOWN_CLIENT = (
-    "the key of this host is unknown there. Was the host added (mooncake keys add-host) and the "
-    f"folder copied to all hosts, or is {folder.VARIABLE} the folder of another cluster, or of "
-    "keys that were renewed since?"
+    "the key of this host is unknown there. Add the host (mooncake keys add-host) and copy the "
+    f"folders to all hosts. If that was done, {folder.VARIABLE} may name the folder of another "
+    "cluster, or old keys that were renewed since"
 )
 _OTHER_MECHANISM = {
     False: f"it requires keys, and this process has none. Set {folder.VARIABLE} to the folder of "

@@ -1,6 +1,6 @@
 """A host's folder of keys: its files, and live access to them by a process.
 
-    zeromq.json  CURVE keys: the directory's, this host's own, the public ones of all hosts
+    zeromq.json  CURVE keys of the directory and of this host, and the public keys of all hosts
     host.pem     the certificate of this host, for gRPC and for KV over TCP;   host.key  its key
     ca.pem       the trusted certificate authorities: one, or two during a renewal
     secret       shared secret that authenticates calls and messages of the cluster's processes
@@ -10,8 +10,8 @@ only their owner may write them. A folder with other permissions is rejected. `M
 the folder; the environment never contains keys.
 
 CURVE keys and TLS files are read again when they change, so that keys can be renewed in a running
-process. While a folder is being copied, the process ignores files that it cannot use, and keeps its
-current keys. `secret` is read at each access.
+process. While a folder is being copied, files may be unusable. The process then keeps the keys that
+it has. `secret` is read at each access.
 
 Not here: making keys (authority.py), CURVE on sockets (curve.py), TLS contexts (tls.py).
 """
@@ -32,8 +32,8 @@ from mooncake_store.errors import StoreError
 VARIABLE = "MOONCAKE_KEYS"
 ZEROMQ, CERTIFICATE, PRIVATE_KEY = "zeromq.json", "host.pem", "host.key"
 AUTHORITIES, SECRET = "ca.pem", "secret"
-# Every certificate of a cluster has this name, and clients check it. The name proves that a host is
-# in the cluster, not which host. So addresses may change, and autoscaled hosts may share a folder.
+# Every certificate of a cluster has this name, and clients check it. The name shows that a host is
+# in the cluster, but not which one. So addresses may change, and autoscaled hosts share a folder.
 MEMBER = "member.mooncake"
 FILES = (ZEROMQ, CERTIFICATE, PRIVATE_KEY, AUTHORITIES, SECRET)
 PRIVATE_FILES = (ZEROMQ, PRIVATE_KEY, SECRET)
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class KeysInvalid(StoreError):
-    """The folder of keys cannot be used: the message names the file."""
+    """The folder of keys cannot be used. The message names the folder or the file."""
 
 
 class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ class CurveGeneration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CurveKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All valid generations. Servers use the one whose number is `active`; clients try all."""
+    """All valid generations. Servers use the generation `active`; clients try all."""
 
     host: str
     active: int
@@ -106,7 +106,7 @@ class LiveFiles(Generic[T]):
                     raise
                 raise KeysInvalid(f"cannot read {self._paths[0]}: {error}") from error
             if str(error) != self._logged:
-                log.warning("keys are not read again: %s", error)
+                log.warning("changed keys cannot be used, the old ones stay in use: %s", error)
                 self._logged = str(error)
             return held[1]
         self._held = (stamp, value)
@@ -170,22 +170,22 @@ def problems(folder: Path) -> list[str]:
     if not folder.is_dir():
         return [
             f"there is no folder of keys at {folder}: make keys with `mooncake keys init`, copy "
-            "this host's folder here, and set the variable to it"
+            f"this host's folder here, and set {VARIABLE} to its path"
         ]
     if missing := [name for name in FILES if not (folder / name).is_file()]:
         hosts = sorted(each.parent.name for each in folder.glob(f"*/{ZEROMQ}"))
         hint = f"; name the folder of one host ({', '.join(hosts)})" if hosts else ""
         return [f"{folder} has no {', '.join(missing)}{hint}"]
     return [
-        f"other users may read {folder / name}: chmod 600 {folder / name}"
+        f"other users may read or change {folder / name}: chmod 600 {folder / name}"
         for name in PRIVATE_FILES
-        # A group may read them: Kubernetes mounts secrets this way for users other than root.
+        # The group may read, because Kubernetes mounts secrets so for users other than root.
         if (folder / name).stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO)
     ]
 
 
 def folder_of_host(folder: Path, host: str) -> Path:
-    """The folder with the keys of `host`: its subfolder of `folder`, or `folder` itself where only
-    that host's folder was copied."""
+    """The folder with the keys of `host`: the subfolder of `folder` with this name. Without such a
+    subfolder, `folder` itself, because an operator may copy only that host's folder."""
     inside = folder / host
     return inside if inside.is_dir() else folder

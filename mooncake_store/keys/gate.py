@@ -1,8 +1,8 @@
 """Admission of known client keys: the handler of ZeroMQ's authentication requests (ZAP, RFC 27).
 
 When a client has proven that it owns its key, ZeroMQ sends an authentication request, before it
-reads any message. One thread per context answers from the current files of the folder of keys. So
-added and removed hosts take effect without a restart, except on established connections.
+reads any message. One thread per context answers from the current files of the folder of keys. A
+host is therefore added or removed without a restart. Established connections are not checked again.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _gates: weakref.WeakKeyDictionary[zmq.Context[Any], KeyGate] = weakref.WeakKeyDi
 
 
 def guard(context: zmq.Context[Any], keys: Keys) -> None:
-    """From now on, the CURVE sockets of this context accept only known hosts, until the context is
-    destroyed. A second call replaces the keys."""
+    """Make the CURVE sockets of this context reject unknown hosts until the context is destroyed.
+    A second call replaces the keys."""
     with _lock:
         if context in _gates:
             _gates[context].keys = keys
             return
         gate = KeyGate(keys)
-        # A shadow context, because destroying a context closes the sockets that it made, and this
-        # socket belongs to another thread.
+        # A shadow context, because destroying a context closes the sockets that it made. The thread
+        # below owns this socket, so no other thread may close it.
         shadow: zmq.Context[Any] = zmq.Context.shadow(context.underlying)
         socket = shadow.socket(zmq.REP)
         socket.linger = 0
@@ -91,7 +91,7 @@ class KeyGate:
         host = self._host(frames)
         if not host:
             peer = frames[3].decode(errors="replace") if len(frames) > 3 else "?"
-            self._refusals.note(peer, "its key is not that of a host of this cluster")
+            self._refusals.note(peer, "it has no key of a host of this cluster")
             return [version, number, b"400", b"unknown key", b"", b""]
         return [version, number, b"200", b"", host.encode(), b""]
 

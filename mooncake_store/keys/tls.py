@@ -1,7 +1,7 @@
 """Mutual TLS from a folder of keys: ssl contexts, and checks of a certificate.
 
-Both sides present the certificate of their host and trust the authorities in the folder. Contexts
-are rebuilt when the files change: new connections use the new certificate, open ones continue.
+Both sides present the certificate of their host and trust the authorities in the folder. When the
+files change, new connections use the new files. Open connections continue.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TlsContexts:
 
     @property
     def http_client(self) -> ssl.SSLContext:
-        """Like `client`, but separate for libraries that change their context, such as urllib3."""
+        """Like `client`, but another object, because some libraries (urllib3) change theirs."""
         return self._contexts.get()[2]
 
     def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:
@@ -61,7 +61,7 @@ class TlsContexts:
                     f"the certificate in {self._keys.folder} cannot be used ({error.reason}): "
                     "copy the whole folder again"
                 ) from error
-        server.num_tickets = 0  # clients connect rarely, each time with a certificate
+        server.num_tickets = 0  # no session tickets, because clients connect rarely
         return server, client, http_client
 
 
@@ -89,11 +89,11 @@ def refusal_words(who: str, error: ssl.SSLError) -> str:
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "wrong version number" in reason or "record layer failure" in reason:
         return (
-            f"{who} uses plain TCP, and this process has keys: set {VARIABLE} for it and restart it"
+            f"{who} uses plain TCP, and this process has keys: restart that one with {VARIABLE} set"
         )
     return (
-        f"{who} refuses this host's certificate ({reason}). It is of another cluster or "
-        "generation, or has expired (`mooncake keys check` here), or a clock is wrong"
+        f"{who} refuses this host's certificate ({reason}). The certificate is of another cluster "
+        "or generation, or has expired (`mooncake keys check` here), or a clock is wrong"
     )
 
 
@@ -105,7 +105,7 @@ def certificate_in(folder: Path) -> x509.Certificate:
 def certificate_problems(
     keys: Keys, warn_before: datetime.timedelta = datetime.timedelta(), address: str = ""
 ) -> list[str]:
-    """Reasons why peers reject this host's certificate now, or will within `warn_before`.
+    """Reasons why peers reject this host's certificate now or, if it expires, after `warn_before`.
     `address`: an address that the certificate must name; "": none."""
     try:
         certificate = certificate_in(keys.folder)
@@ -125,7 +125,7 @@ def certificate_problems(
     renew = "renew it (mooncake keys rotate, or add-host again) and copy the folder"
     begins, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < begins:
-        found.append(f"{keys.certificate} begins {begins:%Y-%m-%d}: the clock is wrong")
+        found.append(f"{keys.certificate} is valid from {begins:%Y-%m-%d} on: a clock is wrong")
     if now > until:
         found.append(f"{keys.certificate} expired on {until:%Y-%m-%d}: {renew}")
     elif now > until - warn_before:
@@ -156,6 +156,6 @@ def _is_named(certificate: x509.Certificate, address: str) -> bool:
 def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except Exception:  # several classes: another issuer, or a wrong signature
+    except Exception:  # for another issuer or a wrong signature, of several classes
         return False
     return True
