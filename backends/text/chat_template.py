@@ -1,11 +1,11 @@
 """A checkpoint's chat template: renders messages as the text of the prompt.
 
-Templates are Jinja programs written for transformers, so they get the same environment. The
-environment is sandboxed and immutable, trims block lines, and has `break` and `continue`. Its
-helpers are `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
+Templates are Jinja programs written for transformers, so they get the environment that transformers
+has. It is sandboxed and immutable, trims block lines, and has `break` and `continue`. Its helpers
+are `raise_exception`, `strftime_now` and a `tojson` that does not escape HTML.
 
-A template reads the content of a message as a string, as a list of parts
-(`{% for part in message.content %}{{ part.text }}`), or as either. The wrong form loses the text
+A template reads the content of a message as a string, or as a list of parts
+(`{% for part in message.content %}{{ part.text }}`), or accepts both. The wrong form loses the text
 without an error. So each template is tried once per role with a known word in both forms. If the
 template prints the word in the client's form, the content is not changed. Otherwise the content is
 converted to the other form. A template that prints the word in neither form is assumed to read
@@ -32,8 +32,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from backends.errors import ConfigError, InvalidRequest
 
 DEFAULT = "default"  # name of the template that is used if there are several
-PROBE = "Mooncakeprobe"  # the known word; a template may print it in upper or lower case
-# A template that reads strings prints parts as a list, with quotes and the key "text".
+PROBE = "Mooncakeprobe"  # the known word of the trials; a template may change its case
+# A template that reads only strings prints a list of parts with quotes and the key "text".
 PRINTED_PARTS = re.compile(rf"""['"]text['"]:\s*['"]{PROBE}""", re.IGNORECASE)
 ROLES = ("system", "user", "assistant", "tool")  # other roles are tried as `user`
 Content = str | list[dict[str, str]]  # parts are {"type": "text", "text": ...}
@@ -68,8 +68,8 @@ def render(
     messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
 ) -> str:
-    """Render messages with the default template, or the only one, of `named` (not empty). Raises
-    InvalidRequest without such a template, or if it rejects the messages or prints no text."""
+    """Render messages with the default template of `named`, or with its only one. Raises
+    InvalidRequest if there is neither, or if it rejects the messages or prints no text."""
     if DEFAULT not in named and len(named) > 1:
         raise InvalidRequest(
             f"this checkpoint has the chat templates {', '.join(sorted(named))} but no default; "
@@ -155,7 +155,7 @@ def _loops_over_content(source: str) -> bool:
     """Whether the template loops over `message.content`, or over a name assigned from it."""
     tree = _compiled(source).environment.parse(source)
     names: set[str] = set()
-    for _ in tree.find_all(nodes.Assign):  # each pass may find one more name of a chain
+    for _ in tree.find_all(nodes.Assign):  # each pass may find one more of chained assignments
         names |= {
             each.target.name
             for each in tree.find_all(nodes.Assign)

@@ -6,11 +6,11 @@ wait for one compilation; requests with other schemas do not. Rejections of sche
 
 A `SchemaGuide` is the grammar matcher of one answer. Its state depends only on the tokens of the
 answer. A worker that continues an answer, such as a decode worker after prefill, creates a new
-matcher and feeds these tokens into it.
+matcher and feeds the answer's earlier tokens into it.
 
-An end id is allowed only where the answer is complete, for any end ids of a request. The white
-space between two parts of an answer is at most one space, or one new line with its indentation.
-Otherwise a small model may fill the rest of its context with white space.
+The end ids of the request are allowed only where the answer is complete. The white space between
+two parts of an answer is at most one space, or one new line with its indentation. Otherwise a small
+model may fill the rest of its context with white space.
 
 llguidance is an optional extra (`guided`). Not here: schemas that are rejected before compilation
 (json_schema.py), sampling the tokens (engine/sampling.py).
@@ -43,8 +43,8 @@ GRAMMARS_MAX = 64  # compiled grammars in the cache
 GRAMMARS_NODES_MAX = 20_000
 # A grammar's weight is its nodes, plus NODES_OF_ONE, plus one for each BYTES_OF_NODE of its text.
 NODES_OF_ONE, BYTES_OF_NODE = 64, 256
-STACK_BYTES = 256 * 2**20  # reserved address space; a schema uses memory only for its depth
-_STACK_SIZE = threading.Lock()  # threading.stack_size holds for all new threads of the process
+STACK_BYTES = 256 * 2**20  # stack of a compiling thread; only a deep schema uses much of it
+_STACK_SIZE = threading.Lock()  # guards threading.stack_size, which is global to the process
 INDENTATION_MAX = 16  # spaces and tabs after a new line
 MISSING = (
     "guided_json needs the package llguidance, which this server does not have: "
@@ -97,11 +97,11 @@ class SchemaGuide:
             self._is_over = True
         elif self._is_over or not self._matcher.consume_token(token_id):
             reason = _first_line(self._matcher.get_error())
-            raise InvalidRequest(f"guided_json: token {token_id} is not allowed there ({reason})")
+            raise InvalidRequest(f"guided_json: token {token_id} is not allowed next ({reason})")
 
 
 class _Vocabulary:
-    """The tokenizer in llguidance's form. `tokens`: size of the vocabulary in the logits."""
+    """The tokenizer in llguidance's form. `tokens`: number of logits of one position."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int) -> None:
         import llguidance
@@ -138,7 +138,7 @@ class Guides:
     def guide(self, schema: str, end_ids: Sequence[int], output_ids: Sequence[int]) -> SchemaGuide:
         """The matcher of an answer after `output_ids`. Compiling a new schema may take a second.
 
-        Raises InvalidRequest for an invalid schema or token, without llguidance or an end token.
+        Raises InvalidRequest for an invalid schema or token, or if the schema cannot be compiled.
         """
         if not is_installed():
             raise InvalidRequest(MISSING)
@@ -230,7 +230,7 @@ def _nodes_of(text: str) -> int:
 
 
 def _error_at_first_tokens(matcher: Any) -> str:
-    """The error of a grammar, or "". Some errors appear only after a first token, so try one."""
+    """The error of a grammar, or "". One token is tried, because some errors appear after it."""
     probe = matcher if matcher.is_error() else matcher.deep_copy()
     if not probe.is_error():
         bits = np.frombuffer(probe.compute_bitmask(), np.uint8)
@@ -247,7 +247,7 @@ def guides_of(tokenizer: Tokenizer) -> Guides:
 
 
 def _first_line(error: str) -> str:
-    """A short text for the client: llguidance's errors also list states of the parser."""
+    """A short text for the client. llguidance's own errors also list states of the parser."""
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     if not lines:
         return "no answer satisfies it"

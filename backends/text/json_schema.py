@@ -1,20 +1,20 @@
-"""Check of JSON schemas for guided decoding: every unsupported part, by its keyword.
+"""Checks JSON schemas for guided decoding, and reports each unsupported part by its keyword.
 
 Ignoring a keyword would produce answers that do not validate. So every unsupported keyword is
 rejected, also a misspelt one. Annotations and `x-...` keywords (except `x-guidance`) have no effect
-and are accepted. The grammar (guides.py) accepts the following, although its answers may not
-validate. Schemas with these parts are therefore rejected here:
+and are accepted. The grammar compiler (guides.py) would accept the following parts, but its answers
+might not validate. So the check here rejects them:
 
-* `minProperties` above both 1 and the number of `required`: an answer may repeat a property;
-* `multipleOf` of a fraction: 0.3 / 0.1 is not 3 in a validator's floats;
-* `prefixItems` in schemas of a draft before 2020-12, which does not define it;
-* in a schema with a `oneOf`, keywords that its draft ignores: `const` before draft-06, and up to
-  draft-07 the keywords beside a `$ref`. A validator may then find two cases of the `oneOf` true.
-  Without a `oneOf`, the ignored keyword only narrows the answers.
+* `minProperties` above both 1 and the number of `required`. An answer may repeat a property.
+* `multipleOf` of a fraction. In a validator's floats, 0.3 / 0.1 is not 3.
+* `prefixItems` in schemas of a draft before 2020-12. Such a draft does not define it.
+* In a schema with a `oneOf`, keywords that its draft ignores: `const` before draft-06, and up to
+  draft-07 the keywords beside a `$ref`. A validator that ignores them may find two cases of the
+  `oneOf` true. Without a `oneOf`, an ignored keyword only narrows the answers.
 
-Schemas that compile for more than about a second are rejected, too (schema_size.py). The grammar
-follows the newest draft, and older forms (`items` and `additionalItems` of tuples,
-`exclusiveMinimum` true) are translated. The compiler finds further errors, such as look-ahead.
+Schemas that compile for more than about a second are rejected too (schema_size.py). The compiler
+follows the newest draft, so `constraints_of` translates older forms (`items` and `additionalItems`
+of tuples, `exclusiveMinimum` true). The compiler rejects further patterns, such as look-ahead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from backends.text.schema_size import size_problems, steps_of
 DEPTH_MAX = 60  # levels of nested objects and lists
 PROBLEMS_MAX = 5  # listed problems of a schema; further problems are only counted
 ALIKE_MIN = 0.75  # similarity of a keyword that a message suggests, from 0 to 1
-MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder; a million states take seconds
+MULTIPLE_MAX = 1_000  # a grammar has a state for each remainder, and a million take seconds
 DRAFTS = ("draft-04", "draft-06", "draft-07", "2019-09", "2020-12")
 OLDEST_DRAFT, NEWEST_DRAFT = DRAFTS[0], DRAFTS[-1]
 IGNORE_BESIDE_REF = DRAFTS[:3]
@@ -160,7 +160,7 @@ class _Walk:
     def __init__(self, whole: dict[str, Any]) -> None:
         self._places = set(_places(whole))
         self._has_cases = "oneOf" in keywords_in(whole)
-        self._multiple_of = 1  # least common multiple: all parts may hold for one number
+        self._multiple_of = 1  # least common multiple of all, because all may hold for one number
         given = str(whole.get("$schema", NEWEST_DRAFT))
         self._draft = next((draft for draft in DRAFTS if draft in given), NEWEST_DRAFT)
 
@@ -217,7 +217,7 @@ class _Walk:
         return keyword == "const" and self._draft == OLDEST_DRAFT
 
     def _one_schema(self, keyword: str, value: Any) -> str:
-        """The problem of a keyword with one schema, or "". Problems in that schema do not count."""
+        """The problem of a keyword with one schema, or "". Does not check that schema itself."""
         if self._draft != NEWEST_DRAFT:
             return ""
         if keyword == "additionalItems":
@@ -243,7 +243,7 @@ class _Walk:
                     return "only whole numbers above 0 are supported"
                 self._multiple_of = math.lcm(self._multiple_of, value)
                 if self._multiple_of > MULTIPLE_MAX:
-                    return f"the least common multiple of all may be at most {MULTIPLE_MAX}"
+                    return f"the least common multiple of all values may be at most {MULTIPLE_MAX}"
             case "uniqueItems":
                 return "" if value is False else "it is not supported"
             case "$ref":
@@ -270,7 +270,7 @@ def _distinct(names: Any) -> int:
 
 
 def _control_characters(value: Any) -> str:
-    """The problem of a value with control characters, or "": the grammar allows no \\u escapes."""
+    """The problem of a value with control characters, or "". The grammar allows no \\u escapes."""
     is_good = not re.search(r"(?<!\\)(\\\\)*\\u00[01]", json.dumps(value, ensure_ascii=False))
     return "" if is_good else "control characters are not supported"
 
@@ -281,7 +281,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _unknown(keyword: str) -> str:
-    if keyword.startswith("x-") and keyword != "x-guidance":  # an option of the grammar
+    if keyword.startswith("x-") and keyword != "x-guidance":  # x-guidance sets grammar options
         return ""
     near = difflib.get_close_matches(keyword[:64], KEYWORDS, n=1, cutoff=ALIKE_MIN)
     return "this keyword is not supported" + (f"; did you mean {near[0]}?" if near else "")

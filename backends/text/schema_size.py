@@ -1,13 +1,13 @@
 """Limits on a JSON schema, so that compiling its grammar takes at most about a second.
 
-A compilation cannot be stopped. Almost every schema that fits into a request compiles in
+A running compilation cannot be stopped. Almost every schema that fits into a request compiles in
 milliseconds, or the compiler rejects it. The limits are for these exceptions:
 
-* several patterns and formats that hold for one string, through `allOf` or `$ref`: the compiler
-  multiplies their automata, so each further pattern triples the time;
-* the names of one object: `patternProperties` are compared with each other and with `properties`;
-* nested parts and chains of references: the compiler recurses into all of them, and a stack
-  overflow kills the process.
+* Several patterns and formats hold for one string, through `allOf` or `$ref`. The compiler
+  multiplies their automata, so each further pattern triples the time.
+* An object has many names: `patternProperties` are compared with each other and with `properties`.
+* Parts are deeply nested, or references form a long chain. The compiler recurses into all of them,
+  and a stack overflow kills the process.
 
 The counts are upper bounds: all parts of an `allOf` count as if they constrained the same strings.
 
@@ -25,9 +25,9 @@ PATTERNS_TOGETHER_MAX = 8  # patterns and formats that may hold for one string
 NAMES_COMPARED_MAX = 10_000  # pairs of names and name patterns of one object
 NAMES_MAX = 1_000  # properties of one object
 LEVELS_MAX = 150  # nesting; the compiler's stack overflows at 400 to 2,000 levels
-NODES_MAX = 10_000  # nodes of one schema: at most 80 MB of grammar, and a quarter of a second
+NODES_MAX = 10_000  # nodes of one schema; this many need 80 MB and compile in 0.25 s
 NODES_COUNTED_MAX = 10**9  # larger counts of nodes are cut to this number
-BOUNDS = (  # keywords that are a node each
+BOUNDS = (  # each of these keywords adds one node
     "minimum",
     "maximum",
     "exclusiveMinimum",
@@ -43,7 +43,7 @@ BOUNDS = (  # keywords that are a node each
 
 
 class _Load(NamedTuple):
-    """Number of constraints that may hold for one value."""
+    """Numbers of constraints that may hold for one value."""
 
     patterns: int = 0  # `pattern` and `format`
     name_patterns: int = 0  # entries of `patternProperties`
@@ -54,10 +54,10 @@ class _Load(NamedTuple):
 
 
 class _Size(NamedTuple):
-    """Upper bounds of the constraints in a schema."""
+    """Upper bounds of the constraints that a schema sets."""
 
-    here: _Load = _Load()  # on the value of the schema
-    within: _Load = _Load()  # on any one value inside that value
+    here: _Load = _Load()  # for the value that the schema describes
+    within: _Load = _Load()  # for any one value that is nested in that value
 
     def joined(self, other: _Size) -> _Size:
         return _Size(self.here.joined(other.here), self.within.joined(other.within))
@@ -67,11 +67,11 @@ NOTHING = _Size()
 
 
 class _TooLarge(Exception):
-    """A limit is exceeded. The message names the keyword, its path and the limit."""
+    """A limit is exceeded. The message names the keyword, its path and the problem."""
 
 
 def size_problems(schema: dict[str, Any]) -> list[str]:
-    """[text of the first exceeded limit], or []. The schema must have no other problems."""
+    """[text of the first exceeded limit], or []. json_schema.py must have found no problem."""
     try:
         _Sizes(schema).of(schema, "#")
     except _TooLarge as problem:
@@ -85,7 +85,7 @@ def size_problems(schema: dict[str, Any]) -> list[str]:
 
 
 def schema_nodes(schema: dict[str, Any]) -> int:
-    """Number of grammar nodes, cut to NODES_COUNTED_MAX. The other limits must hold."""
+    """Number of grammar nodes, at most NODES_COUNTED_MAX. All other limits must hold."""
     return _Nodes(schema).all()
 
 
@@ -139,7 +139,7 @@ class _Sizes:
             yield self._target(schema["$ref"])
 
     def _target(self, reference: str) -> _Size:
-        """The size of a reference's target. It is visited once; its depth counts on every path."""
+        """The size of a target. It is visited once, but its depth counts on each path to it."""
         if reference in self._targets:
             self._reach(self._level + self._heights.get(reference, 0), reference)
             return self._targets[reference]
@@ -197,8 +197,8 @@ class _Shape(NamedTuple):
 
     alternatives: int = 1  # number of alternatives, from anyOf and oneOf
     nodes: int = 0  # in all alternatives together
-    children: Mapping[str, _Shape] = {}  # name -> upper bound over all alternatives
-    is_reference: bool = False  # True: only a $ref, which is one node while it is not merged
+    children: Mapping[str, _Shape] = {}  # name of an inner part -> bound over all alternatives
+    is_reference: bool = False  # True: a $ref alone, which is one node until `both` merges it
 
     @property
     def counted(self) -> int:
@@ -209,11 +209,11 @@ class _Shape(NamedTuple):
 class _Pairs:
     """Joins pairs of shapes, each pair once, because very many paths may lead to a pair.
 
-    After NODES_MAX pairs the schema is too large in any case, and joins are no longer computed.
+    After NODES_MAX pairs, the schema is too large in any case. `_once` then computes no join.
     """
 
     def __init__(self) -> None:
-        # (kind, ids of two shapes) -> the shapes, their join. The shapes keep their ids in use.
+        # (kind, ids of two shapes) -> the shapes, their join. Python reuses no id of a kept shape.
         self._joined: dict[tuple[str, int, int], tuple[_Shape, _Shape, _Shape]] = {}
 
     def both(self, one: _Shape, other: _Shape) -> _Shape:
@@ -268,14 +268,14 @@ class _Pairs:
 class _Nodes:
     """Counts the nodes of one schema.
 
-    A $ref without siblings is one node, and its target is counted once. If a $ref has siblings,
-    the compiler merges a copy of the target with them.
+    A $ref that is its schema's only keyword is one node, and its target is counted once. If other
+    keywords are beside the $ref, the compiler merges a copy of the target with these keywords.
     """
 
     def __init__(self, whole: dict[str, Any]) -> None:
         self._whole = whole
         self._copied: dict[str, _Shape] = {}  # reference -> shape; _Shape() during its visit
-        self._alone: dict[str, _Shape] = {}  # target of a $ref without siblings -> shape
+        self._alone: dict[str, _Shape] = {}  # reference that is a $ref alone -> shape
         self._pairs = _Pairs()
 
     def all(self) -> int:
@@ -330,7 +330,7 @@ class _Nodes:
 
 
 def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(name, schema) of the children. Children with equal names constrain the same values."""
+    """(name, schema) of the inner parts. Parts of equal names constrain the same inner values."""
     for keyword in ("properties", "patternProperties"):
         for name, child in schema.get(keyword, {}).items():
             yield f"{keyword}/{name}", child

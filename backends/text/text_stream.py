@@ -1,27 +1,26 @@
 """Incremental detokenisation: sends whole characters, never revises text, cuts off stop words.
 
 Detokenisation works on bytes. A token adds bytes (token_bytes.py), and stop words are matched in
-bytes (`StopWords`). A UTF-8 decoder turns the *released* bytes into characters. The decoder keeps
-the bytes of an unfinished character, and turns invalid bytes into U+FFFD. Text that may still
-become a stop word is held back together with its tokens. So the text of an OutputDelta is always
-the text of its token ids, up to a stop word.
+bytes (`StopWords`). Bytes that may become a stop word are held back together with their tokens, and
+all others are *released*. A UTF-8 decoder turns released bytes into characters. The decoder keeps
+the bytes of an unfinished character, and turns invalid bytes into U+FFFD. So the text of an
+OutputDelta is always the text of its token ids, up to a stop word.
 
 The postprocessing model has no state. It receives an OutputDelta's ids and up to 16 `context_ids`,
-the tokens before them, and `new_text` computes the same text: a token's bytes depend on no tokens
-before this context. The context's last three bytes show where an unfinished character begins.
+the tokens before these ids. `new_text` computes the same text from them, because a token's bytes
+depend on no tokens before this context.
 
 Stop words are matched with Aho-Corasick, at a constant cost per byte. Matching bytes finds the same
 words as matching characters, because a UTF-8 character never occurs inside another one. The word
-whose last byte comes first wins. Of the words that end at the same byte, the longest wins. The size
-of the deltas does not matter.
+whose last byte comes first wins. Of the words that end at the same byte, the longest wins.
 
 Further rules:
 
 * Special tokens, `end_ids` and ids outside the vocabulary have no text, but are released in order.
-* The stop word itself is not sent. If it begins inside a token, that token is released, and
-  `cut_bytes` limits the text of the delta.
-* A stop word that is complete within the first `min_tokens` tokens does not stop. A stop word that
-  begins there and is complete later does, as in vLLM, so fewer than `min_tokens` may be shown.
+* The text of a stop word is not sent. If a stop word begins inside a token, the token is released,
+  and `cut_bytes` limits the text of the delta.
+* A stop word that is complete within the first `min_tokens` tokens is ignored. A stop word that
+  begins in these tokens and is complete later ends the output, as in vLLM.
 * A stop word never begins in the context (the tokens before the first pushed token).
 """
 
@@ -44,8 +43,8 @@ class StopWords:
     def __init__(self, words: Sequence[str]) -> None:
         self._children: list[dict[int, int]] = [{}]  # of each state: next byte -> state
         self._fallback = [0]  # of each state: the longest proper suffix that is a state
-        self.depth_bytes = [0]  # of each state: length of its prefix, which must be held back
-        self.match_bytes = [0]  # of each state: length of the longest word it ends with; 0: none
+        self.depth_bytes = [0]  # of each state: length of its prefix
+        self.match_bytes = [0]  # of each state: length of the longest word that ends it; 0: none
         for word in words:
             assert word, "the frontend rejects empty stop words"
             self._add(word.encode())
@@ -133,7 +132,7 @@ def new_text(
 
 
 class TextStream:
-    """The text of one request: `push` tokens and send the deltas that it returns."""
+    """The text of one request. The caller pushes tokens, and sends the deltas that it receives."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class TextStream:
         self._words = _automaton_of(tuple(stop_words)) if stop_words else None
         self._state = 0
         self._end_ids = frozenset(end_ids)
-        self._free_tokens = min_tokens  # next tokens within which no stop word may end; <= 0: none
+        self._free_tokens = min_tokens  # no stop word may end in this many next tokens; may be < 0
         self._held: deque[tuple[int, bytes]] = deque()  # (token id, its bytes) not yet released
         self._logprobs: deque[TokenLogprobs] = deque()  # one for each held token, or empty
         self._pushed_bytes = 0  # of all pushed tokens
@@ -247,7 +246,7 @@ class TextStream:
         )
 
     def _limit_bytes(self) -> int:
-        """Byte position up to which text may be released: no stop word can begin before it."""
+        """Bytes before this position may be released, because no stop word can begin in them."""
         if self.is_stopped:
             return self._stop_at_bytes
         if self._is_finished or self._words is None:
@@ -272,7 +271,7 @@ def _context(tokens: TokenBytes, token_ids: Sequence[int]) -> deque[int]:
 def _decoder_after(tokens: TokenBytes, context_ids: Iterable[int]) -> codecs.IncrementalDecoder:
     """A decoder that holds the bytes of the character that `context_ids` left unfinished.
 
-    The last three bytes suffice: a character has at most four, and its first is recognisable.
+    Its last three bytes are enough, because a character has at most four.
     """
     ids = tuple(context_ids)
     tail = b""

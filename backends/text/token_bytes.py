@@ -6,13 +6,14 @@ context. There are two kinds of tokenizer:
 * *byte-level* (GPT-2, Llama 3, Qwen, DeepSeek, the demo): a token is a fixed string of bytes, and a
   character may be spread over several tokens;
 * *any other* (SentencePiece with byte fallback or Metaspace, WordPiece): a token's bytes are what
-  it adds to the decoded text of the `CONTEXT_TOKENS` before it. A byte-fallback token is taken as
-  its single byte. The library decodes a run of such tokens as a whole, so one invalid byte would
-  turn characters that are already streamed into U+FFFD.
+  it adds to the decoded text of the `CONTEXT_TOKENS` tokens before it. Exception: a byte-fallback
+  token adds its single byte. The library would decode a run of byte-fallback tokens as a whole, so
+  one invalid byte would turn characters that are already streamed into U+FFFD.
 
-Special tokens and ids outside the vocabulary have no text and do not count as context. Both kinds
-agree with Tokenizer.decode on valid UTF-8. For invalid bytes of byte-fallback tokens, the streamed
-text has one U+FFFD per incomplete character, as Unicode recommends; the library has one per byte.
+Special tokens and ids outside the vocabulary have no text and do not count as context. Streamed
+text is equal to that of Tokenizer.decode if it is valid UTF-8. For invalid bytes of byte-fallback
+tokens, Tokenizer.decode has one U+FFFD per byte. Streamed text has one per incomplete character, as
+Unicode recommends.
 
 Not here: making characters out of bytes, stop words (text_stream.py).
 """
@@ -28,7 +29,7 @@ from typing import Any
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-CONTEXT_TOKENS = 16  # tokens with text before a token on which its bytes may depend
+CONTEXT_TOKENS = 16  # a token's bytes depend on at most this many tokens with text before it
 REPLACEMENT = "\ufffd"
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte-fallback token
 
@@ -44,11 +45,11 @@ def token_bytes(backend: tokenizers.Tokenizer) -> TokenBytes:
 
 
 class TokenBytes(ABC):
-    """Thread-safe: all state after the construction is a cache by token id."""
+    """Thread-safe, because only caches change after the construction."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        # Decode each token to see whether it is special: the library also skips unflagged tokens.
+        # Try which tokens `decode` skips, because it also skips some that are not flagged special.
         self._special_ids = {
             token_id
             for token_id in backend.get_added_tokens_decoder()
@@ -94,7 +95,7 @@ class ByteLevelTokens(TokenBytes):
         except KeyError:
             token = self.token(token_id) or ""
             values = [self._byte_of.get(character, -1) for character in token]
-            # An added token ("<think> ") is plain text, not in the byte alphabet.
+            # An added token ("<think> ") is plain text, and not written in the byte alphabet.
             found = token.encode() if -1 in values else bytes(values)
             self._bytes_by_id[token_id] = found
             return found
@@ -108,8 +109,8 @@ class ContextTokens(TokenBytes):
     ) -> None:
         super().__init__(backend)
         self._has_byte_tokens = has_byte_tokens
-        # With a byte-level decoder among others, a character may have several tokens. All but the
-        # last of these decode to U+FFFD.
+        # If the decoder has a byte-level step, several tokens may make one character. Before the
+        # last of them, the decoded text ends with U+FFFD.
         self._splits_characters = splits_characters
 
     def of(self, context_ids: Sequence[int], token_id: int) -> bytes:
@@ -133,7 +134,7 @@ class ContextTokens(TokenBytes):
 
 
 def _stages(decoder: Any) -> list[str]:
-    """Types of the steps of a decoder, which is given as in tokenizer.json."""
+    """Types of the steps of a decoder, which is an object of tokenizer.json."""
     if decoder is None:
         return []
     if decoder["type"] == "Sequence":

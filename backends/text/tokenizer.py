@@ -1,13 +1,13 @@
 """A checkpoint's tokenizer: text to token ids and back, and its chat template.
 
 The files of a Hugging Face folder are read with the `tokenizers` library alone, because importing
-transformers takes seconds in every process. The rules of transformers 5 beyond tokenizer.json are
-implemented here:
+transformers takes seconds in every process. transformers 5 applies these rules after it has read
+tokenizer.json, and so does this module:
 
 * Tokens that only tokenizer_config.json or added_tokens.json lists are added.
-* The named tokens (bos, eos, ...) become special, also without that flag in tokenizer.json.
+* The named tokens (bos, eos, ...) become special, also if tokenizer.json does not flag them so.
   Exception: added tokens of tokenizer.json that are missing in an existing added_tokens_decoder.
-* Truncation and padding that a training script left in the file are switched off.
+* Truncation and padding that a training script left in tokenizer.json are switched off.
 * tokenizer.json decides whether a BOS is added. `add_bos_token` is ignored, unlike in
   transformers 4.
 
@@ -92,23 +92,23 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """The token ids of a text. `add_special`: with the special tokens of tokenizer.json, like
-        BOS; pass False for a rendered chat. Raises InvalidRequest, as for lone surrogates."""
+        """The token ids of a text. `add_special`: add the special tokens of tokenizer.json, such as
+        BOS. Raises InvalidRequest, for example for lone surrogates."""
         try:
             return list(self._backend.encode(text, add_special_tokens=add_special).ids)
         except Exception as error:  # the library raises no narrower class
             raise InvalidRequest(f"the text cannot be tokenised: {error}") from None
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
-        """The text of a whole output. Ids outside the vocabulary, also negative ids, have none."""
+        """The text of a whole output. Ids outside the vocabulary (also negative) add no text."""
         known = [token_id for token_id in token_ids if token_id >= 0]
         return str(self._backend.decode(known, skip_special_tokens=skip_special))
 
     def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt of a chat, up to the beginning of the assistant's answer.
 
-        Encode it with add_special=False, because the template itself writes BOS. Raises
-        InvalidRequest without a template, or if the template rejects the messages.
+        Encode the prompt with add_special=False, because the template itself writes BOS. Raises
+        InvalidRequest if there is no template, or if the template rejects the messages.
         """
         if not self._templates:
             raise InvalidRequest(
@@ -119,10 +119,10 @@ class Tokenizer:
 
     @cached_property
     def vocabulary_tokens(self) -> int:
-        """The tokenizer's highest id plus one, but at most the model's vocabulary.
+        """The tokenizer's highest id plus one, but at most the size of the model's vocabulary.
 
-        The model's logits may be wider because of padding. An added token beyond the model's
-        vocabulary has no embedding.
+        The model's vocabulary may be larger, because it is padded. It may be smaller than the
+        tokenizer's. In that case the last added tokens have no embedding.
         """
         found = self._own_vocabulary_tokens
         return min(found, self._model_vocabulary_tokens or found)
@@ -137,8 +137,8 @@ class Tokenizer:
         return token_bytes(self._backend)
 
     def to_json(self) -> str:
-        """The tokenizer in the format of tokenizer.json, with the rules above (module docstring)
-        applied. Added tokens without an embedding in the model are omitted."""
+        """The tokenizer in the format of tokenizer.json, with the module docstring's rules applied.
+        Added tokens without an embedding in the model are omitted."""
         written = str(self._backend.to_str())
         if self._own_vocabulary_tokens == self.vocabulary_tokens:
             return written
@@ -163,7 +163,7 @@ def _settle(
     known = backend.get_added_tokens_decoder()
     decoder = config.get("added_tokens_decoder")
     table = known if decoder is None else _table(decoder)
-    listed = [table[token_id] for token_id in sorted(table)]  # replace flags of tokenizer.json
+    listed = [table[token_id] for token_id in sorted(table)]  # their flags replace the file's
     named = _named_tokens(config, {token.content: token for token in listed})
     tokens: list[str | AddedToken] = list(listed)
     contents = {token.content for token in (*known.values(), *listed)}
@@ -185,7 +185,7 @@ def _table(decoder: Any) -> dict[int, AddedToken]:
 def _named_tokens(
     config: Mapping[str, Any], listed: Mapping[str, AddedToken]
 ) -> dict[str, str | AddedToken]:
-    """Name -> token: first NAMED_TOKENS, then a checkpoint's own names, like image_token."""
+    """Name -> token: first NAMED_TOKENS, then a checkpoint's own names, such as image_token."""
     found: dict[str, str | AddedToken] = {}
     for name in NAMED_TOKENS:
         if config.get(name) is not None:
@@ -203,7 +203,7 @@ def _named_tokens(
 
 
 def _extra_tokens(config: Mapping[str, Any]) -> list[Any]:
-    """Special tokens without a name, as the file has them: strings or objects."""
+    """Special tokens without a name, as tokenizer_config.json has them: strings or objects."""
     extra = config.get(EXTRA_TOKENS)
     if extra is None or isinstance(extra, dict):
         extra = config.get(OLDER_EXTRA_TOKENS)
@@ -215,7 +215,7 @@ def _token(written: Any) -> str | AddedToken:
     if isinstance(written, (str, AddedToken)):
         return written
     if not isinstance(written, dict) or not isinstance(written.get("content"), str):
-        raise ConfigError(f"tokenizer_config.json: {written!r} is not a token")
+        raise ConfigError(f"the tokenizer's config files: {written!r} is not a token")
     flags = {flag: written[flag] for flag in TOKEN_FLAGS if flag in written}
     return AddedToken(written["content"], **flags)
 
@@ -229,8 +229,8 @@ def _as_added(token: str | AddedToken, named: Collection[str]) -> AddedToken:
 
 
 def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge special_tokens_map.json (`names`) into the config, replacing its values. Exceptions: a
-    checkpoint's own name keeps the config's string, and the extra tokens of both are joined."""
+    """Let special_tokens_map.json (`names`) replace values of the config. Exceptions: a token with
+    a checkpoint's own name keeps the config's string, and extra tokens of both files are joined."""
 
     def special(token: Any) -> Any:
         return _token({**token, "special": True}) if isinstance(token, dict) else token
@@ -243,7 +243,7 @@ def _with_older_names(config: Mapping[str, Any], names: Mapping[str, Any]) -> di
             merged[name] = [special(token) for token in each]
         elif name in NAMED_TOKENS:
             merged[name] = special(each)
-        elif name.endswith("_token"):  # an AddedToken, which precedes plain strings
+        elif name.endswith("_token"):  # becomes an AddedToken: `_named_tokens` puts it first
             own = merged.pop(name) if isinstance(config.get(name), str) else each
             merged[name] = special({"content": own} if isinstance(own, str) else own)
         elif isinstance(each, dict):  # more named tokens
@@ -278,7 +278,7 @@ def _end_ids(folder: Path) -> tuple[int, ...]:
             continue
         token_ids = found if isinstance(found, list) else [found]
         if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):  # no bool
-            raise ConfigError(f"{folder / name}: eos_token_id is {found!r}; it must be token ids")
+            raise ConfigError(f"{folder / name}: eos_token_id is {found!r}; give an id or a list")
         return tuple(token_ids)
     return ()
 
@@ -296,7 +296,7 @@ def _model_value(path: Path, key: str) -> Any:
 
 
 def _template_file(folder: Path) -> dict[str, Any]:
-    """The chat template from a file of its own, which replaces the config's; {} without one."""
+    """The chat template from its own file, if there is one. It replaces the config's template."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:

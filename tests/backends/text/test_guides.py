@@ -144,7 +144,7 @@ def test_guides_of_one_schema_do_not_know_of_each_other() -> None:
 
 
 def test_tokens_that_are_not_of_the_answer_are_refused_by_a_worker() -> None:
-    with pytest.raises(InvalidRequest, match=r"token .* is not allowed there"):
+    with pytest.raises(InvalidRequest, match=r"token .* is not allowed next"):
         GUIDES.guide(json.dumps(ONE_NAME), END_IDS, TOKENIZER.encode("[1]"))
 
 
