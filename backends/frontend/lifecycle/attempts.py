@@ -1,22 +1,22 @@
 """Retry policy: whether a lost attempt is retried, when, and without which workers.
 
-An attempt is one pair of workers that serves the request. The next attempt resumes after the tokens
-that the client has, so a loss costs only time. Each kind of loss has a `Rule`:
+An attempt is one try of one pair of workers to serve the request. The next attempt resumes after
+the tokens that the client has, so a loss costs only time. Each kind of loss has a `Rule`:
 
-    counts      The request may be the cause: its worker died or failed, or a storage node had no
-                room for it. After `counted_max` such losses the request is given up. Otherwise
-                a harmful prompt could kill one worker after the other.
-                Other losses are retried until the deadline. For full workers, `full_workers_max`
-                limits the retries of a new request, which no worker has admitted yet.
-    avoids      Later attempts exclude the worker, until no other worker is available.
-    is_soon     The first loss in a row is retried without a pause.
+    counts      The request may be the cause of the loss, because its worker died or failed, or a
+                storage node had no room for its KV. After `counted_max` losses that count, the
+                request is given up. Otherwise one harmful prompt could kill all workers.
+                Other losses are retried until the deadline. `full_workers_max` also limits the
+                retries of a new request, which no worker has admitted, after full workers.
+    avoids      Later attempts exclude the worker. When no worker is left, none is excluded.
+    is_soon     A retry has no pause if this is the first loss since the last decoded token.
 
 The deadline is the client's timeout or `request_s_max` after the arrival, whichever is earlier. The
 loss of an attempt that decoded tokens restarts `request_s_max`, so that a long answer is not given
 up for its length.
 
-While losses follow each other without a decoded token, pauses between attempts double. Faster
-retries would not help, and other requests need the workers.
+While losses follow each other without a decoded token, the pauses between attempts double, up to
+PAUSE_S_MAX. Faster retries would not help, and other requests need the workers.
 
 Not here: the request's next state (machine.py), choosing the next worker (conductor/).
 """
@@ -44,8 +44,8 @@ from backends.errors import (
 from backends.workers.protocol import HEARTBEAT_S
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 2.0  # the first and the longest pause
-CALL_SILENCE_S_MAX = 6 * HEARTBEAT_S  # 30 s; then an attempt without a heartbeat is lost
-SILENCE_S_MAX = 1.0  # workers report every 0.5 s; a longer silence means a dead worker
+CALL_SILENCE_S_MAX = 6 * HEARTBEAT_S  # 30 s; an attempt without heartbeats for longer is lost
+SILENCE_S_MAX = 1.0  # workers report every 0.5 s; a worker that is silent for longer is dead
 
 
 class Loss(Enum):
@@ -68,7 +68,7 @@ class Loss(Enum):
 class Rule:
     counts: bool  # True: counts towards `counted_max`
     avoids: bool  # True: later attempts exclude the worker
-    is_soon: bool = True  # True: the first loss in a row is retried without a pause
+    is_soon: bool = True  # True: no pause if it is the first loss since the last decoded token
 
 
 RULES: Mapping[Loss, Rule] = {
@@ -84,8 +84,9 @@ RULES: Mapping[Loss, Rule] = {
     Loss.MESSAGES_LOST: Rule(counts=False, avoids=False),
     Loss.NO_WORKER: Rule(counts=False, avoids=False, is_soon=False),
 }
-NOT_ADMITTED = (Loss.NO_ROOM, Loss.WORKER_FULL)  # losses of a request that no worker admitted
-NO_WORKER_KINDS = ("no_prefill_worker", "no_decode_worker")  # rejections without any candidate
+NOT_ADMITTED = (Loss.NO_ROOM, Loss.WORKER_FULL)  # losses that do not show an admission
+# Kinds of a rejection if no worker of a role is available.
+NO_WORKER_KINDS = ("no_prefill_worker", "no_decode_worker")
 # Kinds of a rejection by a worker at its own limits. The conductor's rejections have other kinds.
 WORKER_FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload")
 
@@ -93,9 +94,9 @@ WORKER_FULL_KINDS = ("prefill_queue_full", "decode_queue_full", "decode_overload
 def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) -> Loss | None:
     """The kind of loss; None: the error goes to the client without a retry.
 
-    `is_resumed`: an earlier attempt was admitted. A rejection is then retried, because a worker may
-    have room later. The exception is `too_large`, because no worker ever has room. A new request
-    is rejected at once. `store_full` is always retried, because a full node may be restarting.
+    `is_resumed`: an earlier attempt was admitted. In that case a rejection is retried, because a
+    worker may have room later. For a request that is `too_large`, no worker ever has room, so it is
+    not retried. `store_full` is retried even for a new request, because the node may be restarting.
 
     `asks_others`: a new request that a full worker rejects is retried on another worker. This
     helps with several frontends, because each of them sees the others' load late.
@@ -121,7 +122,7 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
 
 
 def loss_by_death(called_s: float, seen_s: float) -> Loss:
-    """WORKER_DIED if the worker may have died with the call; WORKER_GONE if it was dead before.
+    """WORKER_DIED if the worker may have died during the call; WORKER_GONE if it was dead before.
 
     `called_s`, `seen_s`: monotonic times of the call and of the worker's last report.
     """
@@ -132,7 +133,7 @@ def loss_by_death(called_s: float, seen_s: float) -> Loss:
 def is_silent(now_s: float, seen_s: float | None) -> bool:
     """Whether an attempt's worker sent no message and no heartbeat for CALL_SILENCE_S_MAX.
 
-    `seen_s`: monotonic time of the latest of them, or of the call; None: no call is under way.
+    `seen_s`: monotonic time of the latest message, heartbeat or call; None: no call is open.
     """
     return seen_s is not None and now_s - seen_s > CALL_SILENCE_S_MAX
 
@@ -141,22 +142,22 @@ def is_silent(now_s: float, seen_s: float | None) -> bool:
 class Attempts:
     """The losses of one request so far. Immutable: `after` returns a new object."""
 
-    counted_max: int  # number of losses that count after which the request is given up; >= 1
+    counted_max: int  # at this number of losses that count, the request is given up; >= 1
     arrived_s: float  # monotonic time of the request's arrival
     request_s_max: float  # seconds to the deadline, > 0; restarted by a loss after decoded tokens
-    timeout_s: float = math.inf  # the client's timeout from the arrival, > 0; never restarted
+    timeout_s: float = math.inf  # the client's timeout, seconds from the arrival; > 0
     full_workers_max: int = 0  # limit of retries of a new request after rejections by full workers
     losses: tuple[Loss, ...] = ()
-    in_a_row: int = 0  # latest losses without a decoded token between them
+    in_a_row: int = 0  # number of losses since the last decoded token
     sent_tokens: int = 0  # tokens sent to the client before the latest loss
     decoded_at_s: float = -math.inf  # time of the latest loss after decoded tokens; -inf: none
-    pause_s_wanted: float = 0.0  # pause before the next attempt, not cut at the deadline
+    pause_s_wanted: float = 0.0  # seconds before the next attempt; the deadline may shorten them
 
     def __post_init__(self) -> None:
         assert self.counted_max >= 1 and self.request_s_max > 0 and self.timeout_s > 0
 
     def after(self, loss: Loss, sent_tokens: int, now_s: float) -> Attempts:
-        """The losses with one more. `sent_tokens`: tokens sent to the client in all attempts."""
+        """A copy with one more loss. `sent_tokens`: tokens sent to the client in all attempts."""
         assert sent_tokens >= self.sent_tokens, (sent_tokens, self.sent_tokens)
         in_a_row, decoded_at_s = self.in_a_row + 1, self.decoded_at_s
         if sent_tokens > self.sent_tokens + 1:  # the first token is from prefill, not decoded
@@ -186,8 +187,9 @@ class Attempts:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt was admitted.
 
-        A loss that is not in NOT_ADMITTED shows that, and so does any sent token. While all losses
-        are WORKER_FULL, one token does not: prefill sent it before the decode worker's rejection.
+        Any sent token shows an admission, and so does a loss that is not in NOT_ADMITTED. There is
+        one exception. While all losses are WORKER_FULL, a single sent token shows nothing, because
+        a prefill worker may have sent it before a decode worker rejected the request.
         """
         of_prefill = int(all(loss is Loss.WORKER_FULL for loss in self.losses))
         was_admitted = any(loss not in NOT_ADMITTED for loss in self.losses)
@@ -215,7 +217,7 @@ class Attempts:
 
 
 def final_error(error: ServingError, why: str) -> ServingError:
-    """The error that the client of a given-up request receives. `error`: of the last loss."""
+    """The error that the client of a given-up request receives. `error`: error of the last loss."""
     if isinstance(error, KvMissing):
         return KvMissing(f"{error}; {why}")
     if isinstance(error, Overloaded) and error.kind in ("store_full", *WORKER_FULL_KINDS):

@@ -1,9 +1,9 @@
 """Events of a request's lifecycle, and the actions that follow from them: records only.
 
-An attempt is one pair of workers that serves the rest of the request. `attempt` is its number.
-Events of a call carry this number, because messages of an earlier attempt may still arrive.
-`now_s` is the monotonic time of the event. The records are tuples, which cost a quarter of frozen
-dataclasses, because each message with tokens makes several records.
+An attempt is one try of one pair of workers to serve the rest of the request. `attempt` is its
+number. Events of a call carry this number, because messages of an earlier attempt may still arrive.
+`now_s` is the monotonic time of the event. Each message with tokens makes several records. They are
+tuples, because making a tuple takes a quarter of the time of making a frozen dataclass.
 
 Not here: which event leads to which action (machine.py), posting events and carrying out actions
 (backends/frontend/live_request.py).
@@ -19,14 +19,14 @@ from backends.frontend.lifecycle.attempts import Attempts, Loss
 from backends.text.text_stream import OutputDelta
 
 WorkerId = tuple[str, str]  # (worker id, incarnation: random name of one start of its process)
-Fields = Mapping[str, object]  # JSON fields of the `decision` output
+Fields = Mapping[str, object]  # JSON fields of the `decision` output (frontend/decisions/fields.py)
 NO_FIELDS: Fields = {}
 
 # --- events
 
 
 class Understood(NamedTuple):
-    """The request was checked and its prompt tokenised."""
+    """The request is valid, and its prompt was tokenised."""
 
     attempts: Attempts  # the limits on retries; no losses yet
     is_paced: bool  # True: tokens that arrive close together may share a message
@@ -38,7 +38,7 @@ class Described(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The request is invalid, a step of it raised an exception, or a message was not sent."""
+    """The request is invalid, or its processing or sending a message raised an exception."""
 
     error: Exception
 
@@ -59,7 +59,7 @@ class Routed(NamedTuple):
 
 
 class NotRouted(NamedTuple):
-    """The conductor rejected the request, or a worker that the client pinned is absent."""
+    """The conductor rejected the request, or a worker that the client pinned is not registered."""
 
     attempt: int
     error: ServingError
@@ -76,14 +76,14 @@ class FirstText(NamedTuple):
     """The first token of an attempt, sampled by prefill, as text."""
 
     delta: OutputDelta
-    finish_reason: str  # why the answer ends with this token, or ""
+    finish_reason: str  # why the answer ends with this token; "": it does not
     cached_tokens: int  # prompt tokens whose KV was found in the store
 
 
 class FirstTokenArrived(NamedTuple):
-    """The first token came by message, before or after the prefill reply.
+    """The prefill worker's message with the first token arrived.
 
-    The reply repeats the token, because a message may be lost without any event.
+    The prefill reply repeats the token, because this message may be lost without notice.
     """
 
     attempt: int
@@ -95,28 +95,28 @@ class PrefillReplied(NamedTuple):
     attempt: int
     first: FirstText
     compute_s: float  # seconds of prefill computation
-    fields: Fields  # of the decision so far; empty if the client did not request them
+    fields: Fields  # values so far for `decision`; empty if the client did not request it
     now_s: float
 
 
 class TokensArrived(NamedTuple):
-    """Decoded tokens came by message."""
+    """One or several messages with decoded tokens arrived."""
 
     attempt: int
-    incarnation: str  # of the process that sent them; may differ from the routed process
+    incarnation: str  # process that sent the tokens; may differ from the routed process
     updates: Sequence[tuple[int, OutputDelta]]  # (decoded tokens before the delta, delta)
     now_s: float
-    gap_s: float  # least seconds between two messages to this client
+    gap_s: float  # least seconds between two messages to the client of a paced stream
 
 
 class DecodeReplied(NamedTuple):
     """The decode worker ended the answer."""
 
     attempt: int
-    tokens_before: int  # decoded tokens sent by message; some may arrive after this reply
-    last: OutputDelta  # tokens that no message carries
+    tokens_before: int  # tokens that messages carry; some messages may arrive after this reply
+    last: OutputDelta  # the last tokens, which no message carries
     finish_reason: str
-    fields: Fields
+    fields: Fields  # further values for `decision`; empty if the client did not request it
     now_s: float
 
 
@@ -132,19 +132,19 @@ class WorkerLost(NamedTuple):
     """The directory reports that this process is gone."""
 
     worker: WorkerId
-    seen_s: float  # monotonic time of its last report
+    seen_s: float  # monotonic time of the worker's last report
     now_s: float
 
 
 class WorkerSilent(NamedTuple):
-    """The process that serves the request sent nothing for it in CALL_SILENCE_S_MAX."""
+    """For CALL_SILENCE_S_MAX, the process sent neither tokens nor a heartbeat for the request."""
 
     worker: WorkerId
     now_s: float
 
 
 class TimePassed(NamedTuple):
-    """Waiting tokens or a repeated Stop may be due, or the wait for messages may be over."""
+    """Time for waiting tokens, for a repeated Stop, or to end the wait for missing messages."""
 
     now_s: float
 
@@ -171,13 +171,13 @@ LifecycleEvent = (
 
 
 class Pause(NamedTuple):
-    """Wait, then post PauseOver."""
+    """Wait, then post the event PauseOver."""
 
     seconds: float
 
 
 class Decide(NamedTuple):
-    """Request a pair from the conductor, for the prompt and the tokens already sent."""
+    """Request a pair of workers from the conductor, for the prompt and the tokens already sent."""
 
     attempt: int
     avoided: frozenset[WorkerId]  # workers to exclude
@@ -186,12 +186,12 @@ class Decide(NamedTuple):
 
 class CallPrefill(NamedTuple):
     attempt: int
-    is_resumed: bool
+    is_resumed: bool  # as in Decide
 
 
 class CallDecode(NamedTuple):
     attempt: int
-    is_resumed: bool
+    is_resumed: bool  # as in Decide
 
 
 class Send(NamedTuple):
@@ -201,7 +201,7 @@ class Send(NamedTuple):
     output_tokens: int  # generated tokens in this message
     finish_reason: str = ""
     cached_tokens: int = 0  # prompt tokens whose KV was found in the store
-    fields: Fields = NO_FIELDS  # of the decision, not sent before
+    fields: Fields = NO_FIELDS  # values for the `decision` output that no earlier message carried
 
 
 class NotePrefill(NamedTuple):
@@ -219,7 +219,7 @@ class NoteLoss(NamedTuple):
 
 
 class NoteFailed(NamedTuple):
-    """The conductor excludes this worker until it reports again, at most for failed_mark_s."""
+    """The conductor excludes this worker for failed_mark_s, or until its next timely report."""
 
     worker: WorkerId
 
@@ -235,14 +235,14 @@ class NoteRefused(NamedTuple):
     """The decode worker rejected the request. The conductor marks the worker as full for a time."""
 
     worker: WorkerId
-    wasted_s: float  # seconds of prefill computation
+    wasted_s: float  # seconds of prefill computation for the rejected request
 
 
 class StopWorkers(NamedTuple):
-    """Send Stop to both workers of the attempt, which then drop its state."""
+    """Send Stop to both workers of the attempt, which then drop the attempt's state."""
 
     attempt: int
-    reason: str
+    reason: str  # for the workers' logs and errors
 
 
 class CancelCall(NamedTuple):
@@ -252,10 +252,10 @@ class CancelCall(NamedTuple):
 
 
 class AbandonCall(NamedTuple):
-    """Leave the call open until its worker ends it, after a Stop.
+    """Leave the call open until its worker ends it. A StopWorkers action makes the worker do so.
 
-    It is cancelled only if the worker is lost, because Triton 2.51 never unloads a model after a
-    cancelled call to it.
+    The frontend cancels the call only if the worker is lost, because Triton 2.51 never unloads a
+    model after a cancelled call to it.
     """
 
     attempt: int
@@ -269,10 +269,10 @@ class ReleaseKv(NamedTuple):
 
 
 class EndAttempt(NamedTuple):
-    """Stop receiving tokens of the attempt; the conductor drops its reservations."""
+    """Stop receiving tokens of the attempt. The conductor drops the attempt's reservations."""
 
     attempt: int
-    output_tokens: int | None = None  # of this attempt, if it completed the answer; else None
+    output_tokens: int | None = None  # tokens of this attempt; None unless it completed the answer
 
 
 class End(NamedTuple):

@@ -1,28 +1,29 @@
-"""The state machine of a request: a table of phases and events, modelled on etcd/raft.
+"""The state machine of a request: a table of phases and events, as in etcd's raft library.
 
-    reading      its tensors are checked and its prompt is tokenised
-    routing      a pair of workers is chosen, perhaps after a pause
-    prefilling   the call to its prefill worker is under way
-    decoding     the call to its decode worker is under way
-    ending       the decode worker has replied; messages that it sent before have not arrived
-    stopping     the request failed or its client left; its workers got a Stop, a call is open
+    reading      the frontend checks the request's tensors and tokenises its prompt
+    routing      the conductor chooses a pair of workers, perhaps after a pause
+    prefilling   the call to the prefill worker is open
+    decoding     the call to the decode worker is open
+    ending       the decode worker has replied, but some of its earlier messages have not arrived
+    stopping     the request ended early; the workers got a Stop, and a call is still open
     done         the answer or an error was sent; a routing decision or a call may still end
 
-`step` takes a state and an event. It returns the next state and the actions to carry out, in
+`step` takes a state and an event. It returns the next state, and the actions to carry out in
 order. `step` has no clock and no I/O, so tests can try every order of events.
 
-An attempt is one pair of workers that serves the request. A lost attempt leads back to routing.
-Sampling is a pure function of (logits, seed, position), so the next attempt produces the tokens
-that the lost one would have produced. Most of their KV is in the store. attempts.py decides which
-losses are retried.
+An attempt is one try of one pair of workers to serve the request. After a lost attempt the request
+is routed again, if attempts.py allows a retry. Sampling is a pure function of (logits, seed,
+position), so the next attempt produces the same tokens. The store has most of the KV of the prompt
+and of the tokens sent so far, so the next attempt computes little again.
 
 Invariants in every order of events:
 
-* Each token reaches the client once and in order. The first token of an attempt is sent once,
-  although message and reply carry it. Tokens after a gap are not sent.
-* A request ends once. After its end, only cancelled and abandoned calls of it are under way.
-* The conductor is notified of the end of each routed attempt. When the attempt's call has ended,
-  its KV is released. After a complete answer, the decode worker has released the KV itself.
+* Each token reaches the client once and in order. If a message with tokens is missing, the
+  attempt sends no later tokens.
+* A request ends once. Calls that are still open after its end were cancelled or abandoned.
+* The conductor is notified of the end of each routed attempt. When the open call of an unfinished
+  attempt has ended, the frontend releases the attempt's KV leases and reserved pages. After a
+  complete decode the frontend does not, because the decode worker has done so.
 
 Not here: carrying out actions (backends/frontend/live_request.py).
 """
@@ -93,12 +94,12 @@ from backends.frontend.lifecycle.events import (
 from backends.text.text_stream import OutputDelta, merge
 
 MESSAGES_S_MAX = 5.0  # longest wait after a decode reply for messages that were sent before it
-OVER, RETRIED = "the attempt has ended", "the request is retried on another worker"
-UNWANTED = "the request has failed, or its client is gone"
+OVER, RETRIED = "the attempt has ended", "the frontend has given up this attempt"
+UNWANTED = "the frontend has ended the request early"
 
 
 class Phase(str, Enum):
-    """A str, because str caches its hash, and each event costs a lookup in TABLE."""
+    """Derived from str, which caches its hash, because each event costs a lookup in TABLE."""
 
     READING = "reading"
     ROUTING = "routing"
@@ -117,16 +118,16 @@ class Attempt(NamedTuple):
     """
 
     number: int = 1  # counts the attempts of the request, from 1
-    worker: WorkerId | None = None  # its current process: prefill, then decode; None: not routed
-    decode: WorkerId | None = None  # the routed decode worker
+    worker: WorkerId | None = None  # process called: prefill, later decode; None before routing
+    decode: WorkerId | None = None  # decode worker that the conductor chose; None before routing
     called_s: float = 0.0  # monotonic time of the call to `worker`
-    is_begun: bool = False  # True once its first token has come, by message or with the reply
-    begun_s: float = 0.0  # monotonic time of that first token
-    compute_s: float = 0.0  # seconds of prefill computation
+    is_begun: bool = False  # True after the first token of the attempt was received
+    begun_s: float = 0.0  # monotonic time at which the first token was received
+    compute_s: float = 0.0  # seconds of prefill computation; 0 before the prefill reply
     is_decode_lost: bool = False  # True: the decode worker was lost during prefill
     sent_before: int = 0  # tokens sent to the client by earlier attempts
-    decoded: int = 0  # decoded tokens of the attempt that came by message
-    reply: DecodeReplied | None = None  # None: decode has not replied
+    decoded: int = 0  # tokens received in messages of the decode worker
+    reply: DecodeReplied | None = None  # None before the reply of the decode worker
 
 
 class State(NamedTuple):
@@ -138,11 +139,11 @@ class State(NamedTuple):
     sent_tokens: int = 0  # tokens sent to the client in all attempts
     cached_tokens: int = 0  # prompt tokens cached at the prefill of the answer's first token
     avoided: frozenset[WorkerId] = frozenset()  # workers that the next attempt excludes
-    error: Exception | None = None  # routing: error of the latest loss; stopping: the final error
-    fields: Fields = NO_FIELDS  # of the `decision` output, not sent to the client yet
-    waiting: tuple[OutputDelta, ...] = ()  # decoded tokens, not sent to the client yet
-    sent_s: float = float("-inf")  # monotonic time of the latest sending of `waiting`
-    gap_s: float = 0.0  # for a paced stream: least seconds from sent_s to the next sending
+    error: Exception | None = None  # in STOPPING: error for the client; else of the latest loss
+    fields: Fields = NO_FIELDS  # values that the next message carries in its `decision` output
+    waiting: tuple[OutputDelta, ...] = ()  # decoded tokens that were not sent to the client yet
+    sent_s: float = float("-inf")  # monotonic time at which `waiting` was last sent
+    gap_s: float = 0.0  # a paced stream sends `waiting` at least gap_s seconds after sent_s
 
 
 CallEnded = PrefillReplied | DecodeReplied | CallFailed
@@ -150,8 +151,8 @@ Result = tuple[State, list[LifecycleAction]]
 
 
 def step(state: State, event: LifecycleEvent) -> Result:
-    """The next state, and the actions in order. An event without a cell in TABLE raises
-    AssertionError."""
+    """The next state, and the actions in order. TABLE must have a cell for each event of the
+    latest attempt that can arrive in the phase."""
     number = getattr(event, "attempt", state.attempt.number)
     if number != state.attempt.number:  # a late event of a lost attempt
         return _late_end(state, event) if isinstance(event, CallEnded) else (state, [])
@@ -161,7 +162,8 @@ def step(state: State, event: LifecycleEvent) -> Result:
 
 
 def due_s(state: State) -> float | None:
-    """Monotonic time at which waiting tokens are to be sent; None: none wait in DECODING."""
+    """Monotonic time at which `state.waiting` is to be sent; None if `waiting` is empty or the
+    phase is not DECODING."""
     is_waiting = state.phase is Phase.DECODING and state.waiting
     return state.sent_s + state.gap_s if is_waiting else None
 
@@ -199,7 +201,8 @@ def _routed_too_late(state: State, event: Routed) -> Result:
 def _not_routed(state: State, event: NotRouted) -> Result:
     no_worker_left = isinstance(event.error, Overloaded) and event.error.kind in NO_WORKER_KINDS
     if no_worker_left and isinstance(state.error, Overloaded) and not state.attempts.is_resumed:
-        # Only full workers are left, for example the pinned worker: send the client their error.
+        # Full workers rejected this new request, and no other worker is left, for example because
+        # the client pinned a full worker. The client receives the worker's rejection.
         return state._replace(phase=Phase.DONE), [End(state.error)]
     return _lost_to(state, event.error, event.now_s, [])
 
@@ -216,13 +219,14 @@ def _next_attempt(state: State, now_s: float) -> Result:
 
 
 def _first_by_message(state: State, event: FirstTokenArrived) -> Result:
-    if state.attempt.is_begun or event.first.finish_reason:  # only a reply ends an answer
+    # If the first token ends the answer, it is sent with the prefill reply.
+    if state.attempt.is_begun or event.first.finish_reason:
         return state, []
     return _begin(state, event.first, NO_FIELDS, event.now_s)
 
 
 def _begin(state: State, first: FirstText, fields: Fields, now_s: float) -> Result:
-    """Send the first token of this attempt, with the decision's fields so far."""
+    """Send the first token of this attempt. `fields`: values so far for the `decision` output."""
     cached_tokens = state.cached_tokens if state.sent_tokens else first.cached_tokens
     state = state._replace(
         cached_tokens=cached_tokens, attempt=state.attempt._replace(is_begun=True, begun_s=now_s)
@@ -258,8 +262,8 @@ def _prefill_replied(state: State, event: PrefillReplied) -> Result:
 def _decode_lost(state: State, actions: list[LifecycleAction], now_s: float) -> Result:
     """Retry without calling the decode worker, which was lost during prefill.
 
-    The process may be frozen. Then a call would be accepted, and fail only after half a minute.
-    The next attempt finds the prompt's KV in the store.
+    If its process is frozen, a call would be accepted and would fail only after 30 s. The next
+    attempt finds the prompt's KV in the store.
     """
     number, decode = state.attempt.number, state.attempt.decode
     assert decode is not None
@@ -278,7 +282,7 @@ def _tokens(state: State, event: TokensArrived) -> Result:
     for tokens_before, delta in event.updates:
         if tokens_before != decoded:
             return _messages_lost(
-                state, f"token {decoded} is missing, {tokens_before} came", event.now_s
+                state, f"expected token {decoded}, but token {tokens_before} came", event.now_s
             )
         decoded += len(delta.token_ids)
         waiting.append(delta)
@@ -291,7 +295,7 @@ def _tokens(state: State, event: TokensArrived) -> Result:
 
 
 def _send_due(state: State, now_s: float) -> Result:
-    """Send waiting tokens. A paced stream sends nothing for gap_s after its latest message."""
+    """Send waiting tokens, but in a paced stream only if gap_s seconds have passed since sent_s."""
     if not state.waiting or (state.is_paced and now_s < state.sent_s + state.gap_s):
         return state, []
     return _send(state, merge(state.waiting), "", waiting=(), sent_s=now_s)
@@ -317,10 +321,8 @@ def _complete(state: State) -> Result:
 
 
 def _send(state: State, delta: OutputDelta, finish_reason: str, **changes: Any) -> Result:
-    """Send the delta unless it is empty. It is empty while its text may become a stop word.
-
-    `changes` to the state are applied in the same copy, which saves the time of a second one.
-    """
+    """Send the delta unless it is empty. It is empty while the text stream holds back text that may
+    begin a stop word. `changes`: other changes of the state, made in the same copy of the tuple."""
     if not (delta.token_ids or delta.text or finish_reason):
         return state._replace(**changes), []
     new_tokens = len(delta.token_ids)
@@ -334,7 +336,7 @@ def _tokens_of_attempt(state: State) -> int:
 
 
 def _overdue(state: State, event: TimePassed) -> Result:
-    """Messages that are missing MESSAGES_S_MAX after the decode reply are lost."""
+    """Retry the request if messages are still missing MESSAGES_S_MAX after the decode reply."""
     reply = state.attempt.reply
     assert reply is not None
     if event.now_s <= reply.now_s + MESSAGES_S_MAX:
@@ -347,7 +349,8 @@ def _overdue(state: State, event: TimePassed) -> Result:
 
 
 def _messages_lost(state: State, found: str, now_s: float) -> Result:
-    """End the attempt: tokens after the gap cannot be sent. Its worker lives and gets a Stop."""
+    """End the attempt, because tokens after the gap cannot be sent. The worker is alive, so a Stop
+    makes it end the open call."""
     number, worker = state.attempt.number, state.attempt.worker
     assert worker is not None
     actions = _released(state)
@@ -367,7 +370,7 @@ def _call_failed(state: State, event: CallFailed) -> Result:
 def _lost_to(
     state: State, error: Exception, now_s: float, actions: list[LifecycleAction]
 ) -> Result:
-    """The attempt ended with this error: retry the request, or send the error to the client."""
+    """End the attempt with this error. Then retry the request or send the error to the client."""
     attempts, loss = state.attempts, None
     if isinstance(error, ServingError):
         loss = loss_of(error, attempts.is_resumed, attempts.asks_others)
@@ -386,7 +389,7 @@ def _lost_to(
 def _again(
     state: State, loss: Loss, error: ServingError, now_s: float, actions: list[LifecycleAction]
 ) -> Result:
-    """The attempt is lost: resume after the sent tokens, at once or after a pause, or give up."""
+    """Start the next attempt at once or after a pause, or give the request up."""
     lost = state.attempt
     attempts = state.attempts.after(loss, state.sent_tokens, now_s)
     avoided = state.avoided
@@ -414,8 +417,9 @@ def _again(
 def _worker_lost(state: State, event: WorkerLost) -> Result:
     """The directory reports that a process is gone.
 
-    While a config.pbtxt reloads, its worker has two processes. If the routed process leaves while
-    the other serves the request, a healthy process loses the request. This costs only time.
+    Triton runs two processes of a worker while it reloads the worker's model. The process that
+    serves the request is known with the first decoded tokens. If the routed process exits earlier,
+    the attempt ends, although the other process may be serving it. This costs only time.
     """
     attempt = state.attempt
     if state.phase is Phase.PREFILLING and event.worker == attempt.decode != attempt.worker:
@@ -440,7 +444,8 @@ def _taken_away(
     loss: Loss,
     error: ServingError,
 ) -> Result:
-    """End the attempt if it is at this worker. Its KV is released when its call has ended."""
+    """End the attempt if `event.worker` serves it. If its call is open, `_late_end` releases the KV
+    when the call has ended."""
     if state.attempt.worker != event.worker:
         return state, []
     number = state.attempt.number
@@ -456,7 +461,7 @@ def _is_calling(state: State) -> bool:
 
 
 def _released(state: State) -> list[LifecycleAction]:
-    """Actions that free the attempt's leases, and its reserved pages at the decode worker."""
+    """Actions that release the attempt's KV leases and its reserved pages in the decode worker."""
     number = state.attempt.number
     return [StopWorkers(number, OVER), ReleaseKv(number)]
 
@@ -465,7 +470,7 @@ def _released(state: State) -> list[LifecycleAction]:
 
 
 def _over(state: State, event: Failed | Unwanted) -> Result:
-    """End the request at once, because no call is under way."""
+    """End the request at once, because the current attempt has no open call."""
     ended = [EndAttempt(state.attempt.number)] if state.attempt.worker is not None else []
     released = _released(state) if state.phase is Phase.ENDING else []
     return state._replace(phase=Phase.DONE, waiting=()), [End(event.error), *ended, *released]
@@ -477,7 +482,7 @@ def _stopping(state: State, event: Failed | Unwanted) -> Result:
 
 
 def _stop_again(state: State, event: TimePassed) -> Result:
-    """Repeat the Stop, because the first one may have been lost or have overtaken the call."""
+    """Repeat the Stop, because an earlier one may be lost, or may have arrived before the call."""
     return state, [StopWorkers(state.attempt.number, UNWANTED)]
 
 
@@ -487,7 +492,7 @@ def _stopped(state: State, event: CallEnded) -> Result:
 
 
 def _late_end(state: State, event: CallEnded) -> Result:
-    """Release the KV of an attempt that ended before its call. The call's result is dropped."""
+    """Drop the result of a call that was still open when its attempt ended, and release the KV."""
     return state, [StopWorkers(event.attempt, OVER), ReleaseKv(event.attempt)]
 
 
@@ -500,7 +505,7 @@ class Cell:
     """The handler of an event in a phase."""
 
     handle: Callable[[State, Any], Result]
-    to: frozenset[Phase]  # phases that may follow
+    to: frozenset[Phase]  # phases that may follow, for the tests
 
 
 READING, ROUTING, PREFILLING, DECODING, ENDING, STOPPING, DONE = Phase
