@@ -9,7 +9,7 @@
     }
 
 The file has the SHA-256 of each key, never a key. A key is 256 random bits, so inverting its
-SHA-256 is as hard as guessing the key. A slow password hash would only cost the gateway time.
+SHA-256 is as hard as guessing the key. A slow password hash would add no safety.
 
 Not here: reading the file again when it changes, and looking keys up (api_keys.py).
 """
@@ -33,14 +33,15 @@ DEFAULT = "default"  # tenant of requests that name no tenant; its cache salt is
 KEYLESS = ("served", "refused")
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", re.ASCII)
 SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-SALT_BYTES_MAX = 256  # also the limit of a request's parameter `tenant`
+SALT_BYTES_MAX = 256  # limit of a request's parameter `tenant` too
 PRIORITY_MAX = 2**31 - 1
 LIMITS = tuple(field.name for field in fields(TenantLimits))
 LIMIT_MAX = 2**53  # a float represents every integer up to this one
 
 
 class TenantsInvalid(Exception):
-    """The file cannot be used. The message lists every mistake, but only the first in its JSON."""
+    """The file cannot be used. The message lists all wrong values. If the JSON is invalid, or a
+    field is unknown or has the wrong type, the message names only the first such mistake."""
 
 
 class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -51,7 +52,7 @@ class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # tokens of prompts and answers
     requests_in_flight_max: int | None = None
-    operator: bool = False  # True: its keys show all tenants' decisions on the status page
+    operator: bool = False  # True: its keys may see the decisions of all tenants (status page)
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -68,12 +69,12 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class TenantsFile(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     tenants: dict[str, TenantEntry] = {}
     keys: list[KeyEntry] = []
-    # At Triton's own ports, requests without a tenant are "served" (as DEFAULT's) or "refused".
+    # A request at Triton's own ports that names no tenant is "served" (as DEFAULT's) or "refused".
     keyless: str = "served"
 
 
 class ApiTenant(msgspec.Struct, frozen=True):
-    """A tenant as its requests use it: a TenantEntry with its defaults resolved."""
+    """A TenantEntry with its name, and with its defaults filled in."""
 
     name: str
     salt: str
@@ -98,7 +99,7 @@ def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
 
 
 def read(path: Path) -> TenantsFile:
-    """The parsed file. Raises TenantsInvalid for the reasons of `content` and `parse`."""
+    """The parsed file. Raises TenantsInvalid."""
     return parse(content(path), str(path))
 
 
@@ -110,16 +111,17 @@ def content(path: Path) -> bytes:
         raw = path.read_bytes()
     except OSError as error:
         raise TenantsInvalid(
-            f"{path} cannot be read ({error.strerror}); `mooncake tenants add {path} NAME` makes it"
+            f"{path} cannot be read ({error.strerror}); a missing file is created by "
+            f"`mooncake tenants add {path} NAME`"
         ) from error
-    # The group may read the file: Kubernetes mounts a secret so for a user that is not root.
+    # The group may read the file. Kubernetes gives a secret to a user that is not root in this way.
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
-        raise TenantsInvalid(f"others may read {path}: chmod 600 {path}")
+        raise TenantsInvalid(f"too many users have access to {path}: run chmod g-w,o= {path}")
     return raw
 
 
 def parse(raw: bytes, what: str) -> TenantsFile:
-    """Raises TenantsInvalid for mistakes. `what`: name of the source, for the message."""
+    """The parsed content. Raises TenantsInvalid. `what`: name of the file in error messages."""
     try:
         found = msgspec.json.decode(raw, type=TenantsFile)
     except msgspec.MsgspecError as error:
@@ -138,9 +140,9 @@ def problems_of(file: TenantsFile) -> Iterator[str]:
     seen: dict[str, int] = {}
     for index, key in enumerate(file.keys):
         if not SHA256.fullmatch(key.sha256):
-            yield f"keys[{index}].sha256 is not 64 hex digits (a-f small): the SHA-256 of the key"
+            yield f"keys[{index}].sha256 is not a SHA-256 of 64 hex digits in lower case"
         elif key.sha256 in seen:
-            yield f"keys[{index}] is the same key as keys[{seen[key.sha256]}]; one is enough"
+            yield f"keys[{index}] is the same key as keys[{seen[key.sha256]}]; remove one of them"
         seen.setdefault(key.sha256, index)
         if key.tenant not in file.tenants:
             yield f"keys[{index}].tenant is {key.tenant!r}, which is not in tenants"
@@ -161,12 +163,12 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
     for limit in LIMITS:
         value = getattr(entry, limit)
         if value is not None and not 1 <= value <= LIMIT_MAX:
-            yield f"tenant {name!r}: {limit} is {value}; use 1 to {LIMIT_MAX} or none"
+            yield f"tenant {name!r}: {limit} is {value}; use 1 to {LIMIT_MAX}, or null for no limit"
 
 
 def write(path: Path, file: TenantsFile) -> None:
-    """Replace the file atomically; other users can never read it. Call this within `sole_writer`.
-    Raises OSError, or TenantsInvalid for mistakes in `file`."""
+    """Replace the file atomically. The caller must hold the lock `sole_writer` of its folder
+    (mooncake_store/process/edited_file.py). Raises OSError, or TenantsInvalid for mistakes."""
     if problems := list(problems_of(file)):
         raise TenantsInvalid("\n".join(problems))
     raw = msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
@@ -174,8 +176,8 @@ def write(path: Path, file: TenantsFile) -> None:
 
 
 def _keep_readers(descriptor: int, path: Path) -> None:
-    """Copy owner, group and the group's read permission from the file at `path`, so that a service
-    of another user can still read it. Where chown is forbidden, only this user can read it."""
+    """Copy owner, group and the group's read permission from the old file at `path`. A service
+    that runs as another user can then still read the file. If chown fails, only this user can."""
     os.fchmod(descriptor, 0o600)
     with contextlib.suppress(FileNotFoundError, PermissionError):
         before = path.stat()

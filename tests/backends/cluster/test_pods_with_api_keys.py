@@ -135,7 +135,7 @@ def test_api_keys_are_rendered_for_the_owner_only_and_mistakes_of_theirs_are_tol
     assert "9000" in (rendered / "base" / "frontend.yaml").read_text()
     keys.chmod(0o644)
     ran = CliRunner().invoke(app, command)
-    assert ran.exit_code == 1 and "others may read" in ran.output, ran.output
+    assert ran.exit_code == 1 and "too many users have access" in ran.output, ran.output
 
 
 @needs_validator

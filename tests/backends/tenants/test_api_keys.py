@@ -111,7 +111,7 @@ def test_no_key_and_no_salt_is_in_what_is_logged_of_a_mistake(path: Path) -> Non
 
 def test_a_file_that_others_may_read_is_refused(path: Path) -> None:
     path.chmod(0o604)
-    with pytest.raises(TenantsInvalid, match="chmod 600"):
+    with pytest.raises(TenantsInvalid, match="chmod g-w,o="):
         ApiKeys(path)
     path.chmod(0o640)
     assert ApiKeys(path).tenant_of(A) is not None
