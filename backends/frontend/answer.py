@@ -1,7 +1,7 @@
-"""Responses to the client: one for each message of a stream, or a single one.
+"""Responses to the client: one for each message of a stream, or a single response.
 
 A response contains only the outputs that the client requested, because each tensor costs Triton
-time in every response. The `decision` output (decisions/fields.py) is made only on request.
+time in every response. `decision` (decisions/fields.py) is one of the outputs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class StreamedAnswer:
 
 
 class WholeAnswer:
-    """Collects the messages and sends one response with the whole answer, as /generate requires."""
+    """Collects the messages and sends one response, because /generate allows only one."""
 
     def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
         self._request = request
@@ -86,7 +86,7 @@ def with_prompt(request: ClientRequest, delta: OutputDelta) -> OutputDelta:
 
 
 def not_sent(request: ClientRequest) -> Set[str]:
-    """Outputs that are left out for a client that names no outputs."""
+    """Outputs that a client does not get if it names no outputs."""
     left_out = set(FOR_POSTPROCESSING)
     if not request.wants_decision:
         left_out.add("decision")
@@ -98,8 +98,9 @@ def not_sent(request: ClientRequest) -> Set[str]:
 def names_sent(asked: frozenset[str], left_out: Set[str]) -> tuple[str, ...]:
     """The outputs to send, in the order of OUTPUTS.
 
-    If a client names no outputs, Triton requests all of them, and those in `left_out` are not sent.
-    An ensemble names its outputs. It gets each of them in every response, perhaps empty.
+    `asked`: outputs that Triton requests, which are all outputs if the client names none. In that
+    case the outputs in `left_out` are not sent. If the client or an ensemble names outputs, each of
+    them is sent in every response, perhaps empty.
     """
     names = [output.name for output in OUTPUTS]
     if asked.issuperset(names):
@@ -110,7 +111,7 @@ def names_sent(asked: frozenset[str], left_out: Set[str]) -> tuple[str, ...]:
 EMPTY = string_tensor(b"")
 ZERO = np.zeros(1, np.int32)
 
-# name of an output -> its value, from a message and the length of the prompt
+# name of an output -> function of (message, tokens of the prompt) that makes the output's value
 _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
     "text_output": lambda message, _: string_tensor(message.delta.text.encode()),
     "output_ids": lambda message, _: np.array(message.delta.token_ids, np.int32),
@@ -140,7 +141,7 @@ _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
 
 
 def _matrix(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """An array of shape [tokens, likeliest tokens of each]. Either dimension may be 0."""
+    """An array with one row per token, of the row's likeliest tokens. Either dimension may be 0."""
     return np.array(rows, dtype).reshape(len(rows), len(rows[0]) if rows else 0)
 
 

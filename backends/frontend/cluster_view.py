@@ -1,11 +1,11 @@
-"""The frontend's view of the cluster: the Conductor, kept current by the directory's events.
+"""The frontend's view of the cluster: the Conductor, updated by the directory's events.
 
 The Conductor (conductor/) chooses the workers of each request, or rejects the request. One lock
-guards it, because many threads call it.
+guards the Conductor, because many threads call it.
 
-HotCopies carries out the Conductor's suggestions for hot prefixes: one more copy on another node.
-The target node itself reads the blocks from a node that has them (StoreClient.change_replica). No
-worker takes part, so no prompt waits for the copy. When too many suggestions wait, the newest is
+The Conductor suggests one more copy of a hot prefix on another node, and HotCopies carries this
+out. The target node reads the blocks from a node that has them (StoreClient.change_replica). No
+worker takes part, so no prompt waits for the copy. When too many suggestions wait, a new one is
 dropped. If the prefix stays hot, the Conductor repeats the suggestion after replicate_s_max.
 """
 
@@ -48,15 +48,15 @@ from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
 TICK_S = 0.5  # period of Conductor.on_tick
-CANDIDATES_MAX = 16  # best pairs listed with a decision; a fleet has thousands
-PAIRS_EXPLAINED_MAX = 512  # pairs compared for status pages; so many hold the lock for 1 ms
+CANDIDATES_MAX = 16  # pairs of workers listed with a decision, best first; a fleet has thousands
+PAIRS_EXPLAINED_MAX = 512  # with more pairs, status pages list none; 512 hold the lock for 1 ms
 HOT_PREFIXES_MAX = 8  # hot prefixes on status pages
-COPIES_WAITING_MAX = 16  # suggestions
-COPY_S_MAX = 5.0  # timeout of carrying out one suggestion
-# The directory sends at least one message a second. While its silence is between these two times,
-# each tick extends the workers' report deadlines (report_s_max).
+COPIES_WAITING_MAX = 16  # waiting suggestions of copies
+COPY_S_MAX = 5.0  # timeout of one copy, in seconds
+# The directory sends at least one message a second. If it is silent for longer than the first time
+# (a new one is elected), the workers' report deadlines are extended, up to the second time.
 DIRECTORY_SILENT_S, DIRECTORY_SILENT_S_MAX = 1.5, 10.0
-# A worker that the directory's snapshot lacks is lost after this time (default of worker_ttl_s).
+# A known worker that is missing in a snapshot is lost after this time (as by worker_ttl_s).
 MISSING_S_MAX = 5.0
 
 
@@ -64,27 +64,28 @@ MISSING_S_MAX = 5.0
 class Served:
     """The model that the live workers serve."""
 
-    fingerprint: str  # of the newest worker; equal for workers whose KV is interchangeable
-    block_tokens: int  # tokens of one block, of the newest worker
-    context_tokens_max: int  # smallest of all live workers
+    fingerprint: str  # of the newest worker; workers with equal fingerprints can share KV
+    block_tokens: int  # tokens in a block of the newest worker
+    context_tokens_max: int  # smallest limit of all live workers
     workers: tuple[str, ...]  # names of all live workers, sorted
 
 
 class ClusterView:
-    """Thread-safe access to the Conductor, kept current by the directory."""
+    """Thread-safe access to the Conductor, and to the directory's list of workers."""
 
     def __init__(self, config: ConductorConfig, directory: str, events: str) -> None:
-        # The frontend sets these three. The first gets worker, incarnation, time of last report.
+        # Frontend sets the next three. on_worker_down gets worker, incarnation, last report's time.
         self.on_worker_down: Callable[[str, str, float], None] = lambda *_: None
         self.on_flip: Callable[[RoleFlip], None] = lambda flip: None  # sends the flip to its worker
         self.held: Callable[[], set[str]] = set  # returns the ids of the frontend's open attempts
         self.config = config
-        self.copies_by_heat: Sequence[HeatClass] = ()  # hot blocks, at the latest tick
+        self.copies_by_heat: Sequence[HeatClass] = ()  # hot blocks and their copies, at last tick
         self._latest = LatestDecisions()
         self._lock = threading.Lock()
         self._conductor = Conductor(config, frontend=uuid.uuid4().hex[:12])
         self._workers: dict[tuple[str, str], WorkerInfo] = {}
-        self._missing_s: dict[tuple[str, str], float] = {}  # time of the snapshot that lacked it
+        # Workers missing in the latest snapshot -> time of the first snapshot without them.
+        self._missing_s: dict[tuple[str, str], float] = {}
         self._seen_s: dict[tuple[str, str], float] = {}  # time of latest report or registration
         self._copies = HotCopies(directory)
         self.self_check = SelfCheck(self._check, is_switched_on())
@@ -96,7 +97,7 @@ class ClusterView:
         self._ticker.start()
 
     def served(self) -> Served | None:
-        """The model that the newest worker serves; None without workers."""
+        """None without workers."""
         with self._lock:
             workers = list(self._workers.values())
         if not workers:
@@ -133,7 +134,7 @@ class ClusterView:
             return {worker.grpc_address for worker in self._workers.values()}
 
     def grpc_address(self, worker_id: str, incarnation: str) -> str | None:
-        """The address at which this process is called; None if it is gone."""
+        """The address of this process's Triton; None if the process is gone."""
         with self._lock:
             worker = self._workers.get((worker_id, incarnation))
             return worker.grpc_address if worker is not None else None
@@ -141,8 +142,8 @@ class ClusterView:
     def excluded_by_pins(
         self, prefill_worker: str, decode_worker: str
     ) -> frozenset[tuple[str, str]]:
-        """For each role with a pinned worker, all other workers of the role; "" pins none. Raises
-        InvalidRequest if a pinned worker is not registered, or is not stage 0 of its pipeline."""
+        """For each role with a pinned worker, all other workers of the role. "" pins no worker.
+        Raises InvalidRequest if a pinned worker is not registered, or is a later pipeline stage."""
         with self._lock:
             workers = list(self._workers.values())
         excluded = set()
@@ -160,7 +161,7 @@ class ClusterView:
         return frozenset(excluded)
 
     def decide(self, request: Request, wants_candidates: bool = False) -> Decided | Reject:
-        """Route or reject. `wants_candidates`: also list the best pairs, which costs time."""
+        """Route or reject. `wants_candidates`: also list the best pairs of workers."""
         with self._lock:
             now_s = time.monotonic()
             explained = NOT_EXPLAINED
@@ -178,7 +179,7 @@ class ClusterView:
         return made
 
     def _is_time_to_explain(self, now_s: float) -> bool:
-        """Whether to list the best pairs of this decision for status pages."""
+        """Whether to list the best pairs of workers of this decision for status pages."""
         if not self._latest.wants_candidates(now_s):
             return False
         roles = [worker.role for worker in self._workers.values()]
@@ -191,7 +192,7 @@ class ClusterView:
         self._latest.prefilled(request_id, cached_tokens, seconds, now_s)
 
     def finished(self, request_id: str, output_tokens: int | None = None) -> None:
-        """End an attempt. `output_tokens`: of a complete answer, to predict lengths; else None."""
+        """End an attempt. `output_tokens`: length of a complete answer, for predictions."""
         with self._lock:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
@@ -280,8 +281,8 @@ class ClusterView:
         with self._lock:
             missing = dict.fromkeys(self._workers, now_s) | self._missing_s
             self._workers = {(w.worker_id, w.incarnation): w for w in snapshot.workers}
-            # Workers register one by one at a restarted directory. A worker that is missing in the
-            # snapshot gets no new requests. Its current requests continue for MISSING_S_MAX.
+            # Workers register one by one at a restarted directory. A worker that has not registered
+            # yet gets no new requests, but its current requests continue for MISSING_S_MAX.
             self._missing_s = {w: at_s for w, at_s in missing.items() if w not in self._workers}
             known = self._workers.keys() | self._missing_s.keys()
             self._seen_s = {worker: self._seen_s.get(worker, now_s) for worker in known}
@@ -294,7 +295,7 @@ class ClusterView:
             for event in events:
                 if isinstance(event, WorkerReported):
                     worker = (event.report.worker_id, event.report.incarnation)
-                    if worker in self._seen_s:  # a last report may come after WorkerDown
+                    if worker in self._seen_s:  # a late report may arrive after WorkerDown
                         self._seen_s[worker] = now_s
                 elif isinstance(event, WorkerUp):
                     worker = (event.info.worker_id, event.info.incarnation)
@@ -322,10 +323,10 @@ class ClusterView:
             self.self_check.run(time.monotonic())
 
     def _tick(self, seconds: float) -> None:
-        """`seconds`: since the previous tick."""
+        """`seconds`: time since the previous tick."""
         with self._lock:
-            # Reports come through the directory. Without on_silence, the Conductor would reject
-            # requests while a new directory is elected.
+            # Without on_silence, the Conductor would take the workers for dead and reject requests,
+            # because workers report through the directory.
             if DIRECTORY_SILENT_S < self._feed.silent_s() < DIRECTORY_SILENT_S_MAX:
                 self._conductor.on_silence(seconds, time.monotonic())
             suggestions = self._conductor.on_tick(time.monotonic(), self.held)
@@ -353,7 +354,7 @@ class ClusterView:
 
 
 class HotCopies:
-    """Copies hot prefixes, one suggestion after the other, in its own thread."""
+    """Carries out suggestions to copy hot prefixes, one after the other, in its own thread."""
 
     def __init__(self, directory: str) -> None:
         self._address = directory
@@ -369,7 +370,7 @@ class HotCopies:
             log.info("dropped a copy, the queue is full: %s", suggestion.reason)
 
     def close(self) -> None:
-        """Drop waiting suggestions. A copy under way ends, or is given up after COPY_S_MAX."""
+        """Drop waiting suggestions. Wait for the running copy, which takes COPY_S_MAX at most."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._waiting.get_nowait()

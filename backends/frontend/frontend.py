@@ -1,8 +1,9 @@
 """The frontend: admits requests and holds the services that all its requests share.
 
 Blocking work of a request (tokenising, deciding, calling a worker) runs in a bounded pool of
-threads. The Conductor (cluster_view.py) makes the routing decisions, and frontends exchange routing
-notes, so a fleet may run many frontends.
+threads. The Conductor (cluster_view.py) makes the routing decisions. A fleet may have several
+frontends, because they report their routing decisions to each other (routing_notes.py).
+
 Not here: Triton's API (triton_io.py), the course of a request (live_request.py).
 """
 
@@ -43,13 +44,13 @@ from backends.workers.protocol import TakeRole, WorkerOutbox
 from conductor.messages import RoleFlip
 
 log = logging.getLogger(__name__)
-FAIL_S_MAX = 2.0  # longest wait in `close` for the end of requests that `close` failed
-# Answers one value of the parameter `describe`: parameters -> facts.
+FAIL_S_MAX = 2.0  # longest wait in `close` for the end of requests that `close` failed, in seconds
+# Makes the answer to a call with the parameter `describe`: request parameters -> facts.
 Verb = Callable[[dict[str, Any]], dict[str, object]]
 
 
 class Frontend:
-    """Serves requests until closed. `observations` feed the metrics page."""
+    """Serves requests until it is closed. `observations` has values for the metrics page."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Frontend:
         self._calls = calls
         self.recorder = recorder
         self.tracing = tracing
-        # requests_max threads serve requests; as many more wait for abandoned calls to end.
+        # requests_max threads serve requests, and requests_max threads wait for abandoned calls.
         self._pool = ThreadPoolExecutor(2 * config.requests_max, thread_name_prefix="request")
         self._abandoned: dict[str, tuple[str, str]] = {}  # id of an abandoned call -> worker
         self._abandoning = threading.Lock()  # guards _abandoned
@@ -133,21 +134,21 @@ class Frontend:
         request.start(inputs, parameters)
 
     def _used_up(self, principal: Principal, in_flight: int | None) -> Overloaded | None:
-        """The rejection by limits of the tenant that apply before the prompt is parsed, or None."""
+        """The rejection by the tenant's limits that apply before the prompt is parsed, or None."""
         if principal.limits is None:
             return None
         found = self.cluster.arrived(principal.tenant, principal.limits, in_flight)
         return found and Overloaded(found.kind, found.reason, found.retry_after_s)
 
     def _answer(self, verb: Verb, parameters: dict[str, Any], client: ReplyStream) -> None:
-        """Answer a call with a verb. Such a call does not count as a request."""
+        """Answer a call with the parameter `describe`. The call does not count as a request."""
         try:
             client.send(described(verb(parameters), client.outputs), is_final=True)
         except Exception as error:  # Catch all: the pool would drop the exception
             client.fail(error)
 
     def _charge(self, parameters: dict[str, Any]) -> dict[str, object]:
-        """Charge one request to a tenant for tokenising in the gateway, where no quotas exist."""
+        """Charge one request to a tenant, because the gateway tokenises a text for it."""
         principal = principal_of(parameters, self._keys, self._secret, time.time())
         if (refused := self._used_up(principal, None)) is not None:
             raise refused
@@ -178,10 +179,8 @@ class Frontend:
         future.add_done_callback(self._running.discard)
 
     def close(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for requests and threads to end, then fail the rest.
-
-        So each client gets an answer or an error, and workers get a Stop before this process exits.
-        """
+        """Wait at most `timeout_s` for requests to end, then fail the other requests. Each client
+        gets an answer or an error, and workers get a Stop before this process exits."""
         self._wait_idle(timeout_s)
         for request in self.live.all():
             request.post(Unwanted(WorkerUnavailable("the frontend is shutting down")))
@@ -200,7 +199,7 @@ class Frontend:
         wait(list(self._running), timeout=max(give_up_s - time.monotonic(), 0.0))
 
     def _worker_down(self, worker_id: str, incarnation: str, seen_s: float) -> None:
-        """Post the loss to every request, and cancel abandoned calls to this worker."""
+        """Post WorkerLost to every request, and cancel abandoned calls to this worker."""
         self._calls.keep(self.cluster.grpc_addresses())
         lost = WorkerLost((worker_id, incarnation), seen_s, time.monotonic())
         for request in self.live.all():
@@ -219,5 +218,5 @@ class Frontend:
     def _abandon(self, request_id: str, worker: tuple[str, str]) -> None:
         with self._abandoning:
             self._abandoned[request_id] = worker
-            if len(self._abandoned) > self._config.requests_max:  # the oldest has most likely ended
+            if len(self._abandoned) > self._config.requests_max:  # the oldest has probably ended
                 del self._abandoned[next(iter(self._abandoned))]

@@ -1,8 +1,7 @@
 """Calls to prefill and decode workers, over their Tritons' gRPC endpoints: one stream per call.
 
-A request consists of two tensors: token ids, and a struct of workers/protocol.py as bytes. So does
-a reply. Each worker has its own Triton (docs/decisions/0017), whose address is in the directory.
-`cancel` ends a call whose worker process died.
+A request has two tensors: token ids, and a struct of workers/protocol.py as bytes. A reply has the
+same two. Each worker has its own Triton (docs/decisions/0017), whose address is in the directory.
 """
 
 from __future__ import annotations
@@ -54,19 +53,19 @@ OPTIONS = [
 ]
 OTHER_HOST_OPTIONS = [
     # Without keepalive pings, a call to a host behind a cut link would wait for minutes. The pings
-    # detect the cut within 4 s. The directory reports the worker gone 4.5 s after the cut, at the
-    # earliest. The launcher configures the workers' Tritons to accept such frequent pings.
+    # detect the cut within 4 s, before the directory reports the worker gone (after 4.5 s or more).
+    # The launcher configures the workers' Tritons to accept pings this often.
     ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted worker on another host keeps its address and should be reconnected at once.
+    # A restarted worker keeps its address, so connections are tried again soon.
     ("grpc.min_reconnect_backoff_ms", 2_000),  # also the timeout of an attempt to connect
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 
-# (address of a Triton, model, inputs, names of outputs, request id) -> one dict of flat arrays for
-# each response
+# Calls a model: (address of its Triton, model, inputs, names of outputs, request id) -> one dict of
+# flat arrays for each response.
 Call = Callable[
     [str, str, Mapping[str, np.ndarray], list[str], str], Iterator[dict[str, np.ndarray]]
 ]
@@ -75,7 +74,7 @@ _replies = msgspec.msgpack.Decoder(PrefillReply | DecodeReply | WorkerFailure)
 
 
 class Connections:
-    """Connections to one Triton, used in turn. GrpcCalls' lock guards `calls` and `in_use`."""
+    """Connections to one Triton, used in turn. The lock of GrpcCalls guards the fields."""
 
     def __init__(self, address: str) -> None:
         self.credentials = credentials_now()
@@ -92,10 +91,10 @@ class GrpcCalls:
     """The production `Call`, with its connections."""
 
     def __init__(self) -> None:
-        self._connections: dict[str, Connections] = {}  # by address
-        self._retired: set[str] = set()  # addresses to be closed after their last call
-        self._replaced: list[Connections] = []  # older connections, closed after their last call
-        self._running: dict[str, grpc.Call] = {}  # by request id
+        self._connections: dict[str, Connections] = {}  # by the Triton's address
+        self._retired: set[str] = set()  # addresses whose connections close after the last call
+        self._replaced: list[Connections] = []  # have a successor; each closes after its last call
+        self._running: dict[str, grpc.Call] = {}  # open calls by request id
         self._lock = threading.Lock()
         self._secret = launch_secret.secret_of_launch()
 
@@ -107,18 +106,18 @@ class GrpcCalls:
         outputs: list[str],
         request_id: str,
     ) -> Iterator[dict[str, np.ndarray]]:
-        """One dict of flat arrays for each response. Raises ServingError; WorkerUnavailable if the
-        worker is lost.
+        """One dict of flat arrays for each response. Raises ServingError, and its subclass
+        WorkerUnavailable if the worker is lost.
 
-        Closing the iterator early waits until the worker ends the stream, so first send the worker
-        a Stop message. The call is not cancelled: Triton 2.51 does not unload a model after a
-        cancelled call to it. `cancel` is for workers that are gone.
+        Closing the iterator early does not cancel the call, because Triton 2.51 never unloads a
+        model after a cancelled call to it. Instead it waits until the worker ends the stream. The
+        caller therefore sends the worker a Stop message first, or calls `cancel` if it is gone.
         """
         request = _request(model, inputs, outputs, request_id)
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret
         request.parameters[VERSION_PARAMETER].int64_param = CALLS_VERSION
         with self._connected(address) as begin:
-            with self._lock:  # `cancel` must not run between a call's start and its entry
+            with self._lock:  # `cancel` must not run before a started call is in _running
                 call = self._running[request_id] = begin(request)
             try:
                 for response in call:
@@ -155,10 +154,10 @@ class GrpcCalls:
             self._close_retired()
 
     def probe(self, address: str) -> None:
-        """Call the Triton at `address`. Raises the ServingError that a call to its worker would.
+        """Check that the Triton at `address` answers. Raises a ServingError if it does not.
 
-        After a success, further calls use new connections, because a failed connection waits
-        before it reconnects.
+        After a success, calls use new connections, because a failed connection waits before it
+        reconnects.
         """
         channel = _channel(address)
         try:
@@ -175,7 +174,7 @@ class GrpcCalls:
         self._close_retired()
 
     def keep(self, addresses: set[str]) -> None:
-        """Close connections to all other addresses, each after its last call."""
+        """Close connections to all addresses except these, each after its last call."""
         with self._lock:
             self._retired = self._connections.keys() - addresses
         self._close_retired()
@@ -191,7 +190,7 @@ class GrpcCalls:
             connections.close()
 
     def cancel(self, request_id: str) -> None:
-        """Cancel this request's call, if any. The thread that reads it gets WorkerUnavailable."""
+        """Cancel this request's open call. The thread that reads it gets WorkerUnavailable."""
         with self._lock:
             call = self._running.get(request_id)
         if call is not None:
@@ -213,8 +212,8 @@ def _channel(address: str) -> grpc.Channel:
 
 
 def _stream_of_one(channel: grpc.Channel) -> grpc.UnaryStreamMultiCallable:
-    """ModelStreamInfer for calls with one request. The bytes are those of the generated stub, which
-    delays each call by 0.5 ms, because it starts a thread to write further requests."""
+    """ModelStreamInfer for calls with one request. On the wire it equals gRPC's generated stub. The
+    stub is 0.5 ms slower per call, because it starts a thread that writes further requests."""
     return channel.unary_stream(
         "/inference.GRPCInferenceService/ModelStreamInfer",
         request_serializer=service_pb2.ModelInferRequest.SerializeToString,
@@ -244,7 +243,7 @@ def _request(
 
 
 def _packed(values: np.ndarray) -> bytes:
-    """BYTES elements in KServe's format: the length, then the bytes."""
+    """BYTES elements in KServe's format: for each element its length, then its bytes."""
     return b"".join(struct.pack("<I", len(value)) + value for value in values)
 
 

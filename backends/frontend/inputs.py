@@ -1,6 +1,6 @@
-"""Reading a request's tensors: number of values, type and UTF-8 are checked.
+"""Reads a request's tensors, and checks their number of values, type and UTF-8.
 
-Reading never raises. A mistake is noted in `problems`, and the value counts as not given. So a
+Reading never raises. A mistake is noted in `problems`, and the value counts as not given, so that a
 client gets all mistakes at once. Not here: the meaning of the values (request.py).
 """
 
@@ -19,7 +19,7 @@ KINDS = {"INT32": "iu", "UINT64": "iu", "FP32": "f", "BOOL": "b", "STRING": "OSU
 DTYPES = {tensor.name: tensor.dtype for tensor in tensors.SUPPORTED_INPUTS}
 NAMES = (*DTYPES, *(tensor.name for tensor in tensors.UNSUPPORTED_INPUTS))
 SHOWN_CHARACTERS_MAX = 40
-SHOWN_PROBLEMS_MAX = 3  # problems listed of one kind: of one tensor's values, or of unknown names
+SHOWN_PROBLEMS_MAX = 3  # problems listed for the values of one tensor, or for unknown names
 INTEGER_MAX = 2**64 - 1
 
 
@@ -52,7 +52,7 @@ class InputReader:
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
-        """The shortest decimal of this float32, so that 0.7 stays 0.7; None if not given."""
+        """The float whose decimal is the shortest for this float32, so that 0.7 stays 0.7."""
         value = self._single(name)
         return None if value is None else float(str(value))
 
@@ -90,7 +90,7 @@ class InputReader:
         return values[0]
 
     def values(self, name: str) -> np.ndarray | None:
-        """All values; None if they are not given, or have another type."""
+        """All values of a tensor; None if it is not given, or has a wrong type."""
         values = self._inputs.get(name)
         if values is not None and values.dtype.kind not in KINDS[DTYPES[name]]:
             self.note(f"{name} has type {values.dtype}; send it as {DTYPES[name]}")

@@ -2,12 +2,12 @@
 
 Calls to workers, worker messages and the watches for lost clients and workers post events to one
 mailbox. The thread that posts to an empty mailbox becomes the owner and handles events in order
-until the mailbox is empty. Other threads append their event and return. So a token needs no
-hand-over to another thread. For each event the owner gets actions from the state machine
-(lifecycle/machine.py) and carries them out. Actions that block (pause, decision, call, release)
-run in the frontend's thread pool. The outcome of each, except a release, is the next event.
+until the mailbox is empty. Other threads append their event and return. So a token is not passed to
+another thread before it is sent. The state machine (lifecycle/machine.py) returns the actions for
+an event, and the owner carries them out. Actions that block (pause, decision, call, release) run in
+the frontend's thread pool. Each of them, except a release, returns a further event.
 
-Not here: which actions follow from an event (lifecycle/), the set of live requests
+Not here: which actions follow from an event (lifecycle/), the set of requests in flight
 (live_requests.py), the tensors of answers (answer.py).
 """
 
@@ -96,7 +96,7 @@ class Services:
     outbox: WorkerOutbox
     unreached: UnreachedWorkers
     start: Callable[..., None]  # runs a function in a thread of the pool
-    abandon: Callable[[str, tuple[str, str]], None]  # cancels a call only if its worker is lost
+    abandon: Callable[[str, tuple[str, str]], None]  # cancels the call once its worker is lost
     on_end: Callable[[LiveRequest], None]  # called once per request
 
 
@@ -104,17 +104,17 @@ class Services:
 class Assignment:
     """An attempt, and the pair of workers to which it was routed."""
 
-    request_id: str  # unique to this attempt: late messages of it do not reach the next attempt
+    request_id: str  # of this attempt only, so that its late messages do not reach the next one
     token_ids: np.ndarray  # the prompt, then the answer tokens that the client already had
     decided: Decided
     routed_s: float  # monotonic time of the routing decision
-    prefilled: tuple[int, PrefillReply] | None = None  # (first token id, reply); None before it
-    replied_s: float = 0.0  # monotonic time of the prefill reply; 0.0 before it
-    first: events.FirstText | None = None  # None until the token came by message or reply
+    prefilled: tuple[int, PrefillReply] | None = None  # (first token id, reply); None before reply
+    replied_s: float = 0.0  # monotonic time of the prefill reply; 0.0 before the reply
+    first: events.FirstText | None = None  # first token as text; None until the token arrived
 
 
 class LiveRequest:
-    """Any thread may `post` events. Only events change `state`."""
+    """Any thread may `post` events. Only the handling of an event changes `state`."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class LiveRequest:
         principal: Principal,
         trace: RequestTrace,
     ) -> None:
-        self.request_id = request_id  # made by the frontend and unique; client ids may repeat
+        self.request_id = request_id  # made by the frontend, because clients' ids may repeat
         self._principal = principal
         self.tenant = principal.tenant
         self.state = State()
@@ -136,7 +136,7 @@ class LiveRequest:
         self._services = services
         self._client = client
         self._arrived_s = arrived_s
-        self._timeout_s = math.inf  # the client's timeout, from the arrival; infinite: none
+        self._timeout_s = math.inf  # the client's timeout in seconds after the arrival
         self._is_timed_out = False  # True once the client's timeout has ended the request
         self._events: deque[LifecycleEvent] = deque()
         self._owned = threading.Lock()
@@ -145,7 +145,7 @@ class LiveRequest:
         self._sent_ids: list[int] = []  # answer tokens sent to the client
         self._counted_id = ""  # id of the attempt charged to the tenant's limits; "": none
         self._send_error: Exception | None = None
-        self._request: ClientRequest | None = None  # this and the next two: None until parsed
+        self._request: ClientRequest | None = None  # None until parsed, as the next two fields
         self._served: Served | None = None
         self._answer: StreamedAnswer | WholeAnswer | None = None
 
@@ -155,7 +155,7 @@ class LiveRequest:
         self._services.start(self._run, partial(self._understand, inputs, parameters))
 
     def post(self, event: LifecycleEvent) -> None:
-        """Handle the event, or leave it to the owner. Blocks only to send a message."""
+        """Handle the event, or leave it to the owner. Only sending a message may block."""
         for work in self._handle(event):
             self._services.start(self._run, work)
 
@@ -173,7 +173,7 @@ class LiveRequest:
                 self._services.start(self._run, other)
 
     def _handle(self, event: LifecycleEvent) -> list[Work]:
-        """Append the event; as the owner, empty the mailbox. Returns work for the caller to run."""
+        """Append the event. The owner handles all events, and returns blocking work to be run."""
         self._events.append(event)
         works: list[Work] = []
         while self._events and self._owned.acquire(blocking=False):
@@ -202,7 +202,7 @@ class LiveRequest:
                     works.append(work)
 
     def look(self, now_s: float, awake_s: float) -> None:
-        """Post due events. `awake_s`: seconds since the watching thread began or last stalled."""
+        """Post events that are due. `awake_s`: seconds since the watch began or last stalled."""
         state = self.state
         if state.phase in (Phase.STOPPING, Phase.ENDING) or (due_s(state) or now_s) < now_s:
             self.post(events.TimePassed(now_s))
@@ -214,7 +214,7 @@ class LiveRequest:
                 self._is_timed_out = True
                 self.post(events.Unwanted(WorkerUnavailable(limit)))
         worker = state.attempt.worker
-        # After a stall, heartbeats may be unread. So silence counts only CALL_SILENCE_S_MAX later.
+        # After a stall of this process, heartbeats may be unread, so silence does not count yet.
         if worker is not None and awake_s > CALL_SILENCE_S_MAX:
             seen_s = self._services.streams.seen_s(self._id_of(state.attempt.number))
             if is_silent(now_s, seen_s):
@@ -228,7 +228,7 @@ class LiveRequest:
         return held | {self._counted_id} if self._counted_id else held
 
     def ended(self) -> EndedRequest | None:
-        """The request for a recording; None if it was not parsed, or was a `describe` request."""
+        """The request for a traffic recording; None if it is invalid or a `describe` request."""
         if self._request is None:
             return None
         return EndedRequest(
@@ -250,7 +250,7 @@ class LiveRequest:
     def _id_of(self, attempt: int) -> str:
         return f"{self.request_id}-{attempt}"
 
-    # --- blocking work: each function returns the next event
+    # --- blocking work; each function returns the event that follows
 
     def _understand(
         self, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]
@@ -354,12 +354,12 @@ class LiveRequest:
         )
 
     def _pinned_out(self, is_resumed: bool) -> frozenset[tuple[str, str]]:
-        """For each role with a worker that the client pinned: all other workers of the role."""
+        """All workers that the client's pins exclude: the other workers of a pinned role."""
         request, _ = self._understood()
         cluster = self._services.cluster
         try:
             return cluster.excluded_by_pins(request.prefill_worker, request.decode_worker)
-        except InvalidRequest as error:  # the pinned worker is not registered at the moment
+        except InvalidRequest as error:  # the pinned worker is not registered now
             if is_resumed:
                 raise WorkerGone(str(error)) from None
             raise
@@ -439,7 +439,7 @@ class LiveRequest:
         call: Callable[[Any, Assignment], LifecycleEvent],
         action: events.CallPrefill | events.CallDecode,
     ) -> LifecycleEvent:
-        """The event of the reply, or CallFailed. An attempt that has ended makes no call."""
+        """Call a worker, unless the attempt has ended. Returns the reply's event or CallFailed."""
         state = self.state
         try:
             if state.attempt.number != action.attempt or state.phase is Phase.DONE:
@@ -456,7 +456,7 @@ class LiveRequest:
     def _first_text(
         self, assignment: Assignment, token_id: int, source: FirstToken | PrefillReply
     ) -> events.FirstText:
-        """The first token as text, made once: message and reply carry the same token."""
+        """The first token as text, made once, because message and reply carry the same token."""
         if assignment.first is None:
             request, _ = self._understood()
             sampling = request.sampling
@@ -479,7 +479,7 @@ class LiveRequest:
             assignment.first = events.FirstText(delta, reason, source.cached_tokens)
         return assignment.first
 
-    # --- carrying out actions: blocking work is returned
+    # --- carrying out actions; an action that blocks is returned as Work
 
     def _carry_out(self, action: LifecycleAction) -> Work | None:
         services = self._services
@@ -525,7 +525,7 @@ class LiveRequest:
                 request_id = self._id_of(action.attempt)
                 services.streams.forget(request_id)
                 services.cluster.finished(request_id, action.output_tokens)
-                if self.state.phase is Phase.DONE:  # the request may have ended during routing
+                if self.state.phase is Phase.DONE:  # charged while routed, after the request's end
                     self._note_used(is_served=bool(self._sent_ids))
             case events.End():
                 self._end(action.error or self._send_error)
@@ -535,7 +535,7 @@ class LiveRequest:
         assert self._answer is not None
         self._sent_ids += message.delta.token_ids
         if message.finish_reason:
-            self._note_used(is_served=True)  # before the client can send its next request
+            self._note_used(is_served=True)  # so that the client's next request is not rejected
         try:
             self._answer.add(message)
         except Exception as error:
@@ -554,7 +554,7 @@ class LiveRequest:
         self.times.prefilled(assignment.decided.route.predicted, took_s)
 
     def _stop_workers(self, action: events.StopWorkers) -> None:
-        """Send Stop to every process of both workers. A frozen process reads it when it resumes."""
+        """Send Stop to every process of both workers, because each worker may have two."""
         assignment = self._assignments[action.attempt]
         route = assignment.decided.route
         for worker in (route.prefill, route.decode):
@@ -563,7 +563,7 @@ class LiveRequest:
                 self._services.outbox.send(inbox, Stop(assignment.request_id, action.reason))
 
     def _end(self, error: Exception | None) -> None:
-        """Complete the client's answer or fail its call, then close metrics and trace."""
+        """Complete the client's answer or fail the client's call, then end metrics and trace."""
         try:
             self._note_end(error)
             if error is None and self._answer is not None:
@@ -585,14 +585,14 @@ class LiveRequest:
 
     def _note_end(self, error: Exception | None) -> None:
         if isinstance(error, InvalidRequest) and self._principal.limits and not self._counted_id:
-            self._services.cluster.charged(self.tenant)  # because parsing took time
+            self._services.cluster.charged(self.tenant)  # parsing took time, so the request counts
         is_unwanted = isinstance(error, Cancelled) or self._is_timed_out
         self._note_used(bool(self._sent_ids) or error is None or is_unwanted)
 
     def _note_used(self, is_served: bool) -> None:
         """Return unused tokens to the tenant's limits. Only the first call has an effect.
 
-        `is_served` False: the request failed before its first token; all tokens are returned.
+        `is_served` False: the request failed before its first token, so all tokens are returned.
         """
         if self._counted_id and self._request is not None:
             tokens = len(self._request.prompt_ids) + len(self._sent_ids) if is_served else 0

@@ -1,17 +1,16 @@
 """Requests in flight at the frontend: their limit per tenant, and the thread that watches them.
 
 A tenant that is alone may use all `requests_max` request slots. While several tenants are present,
-each may use at most the share `tenant_requests_share`, so that a flood leaves slots to the others.
-Requests in flight are never ended for this. A flood that came first gets no new slot above its
-share, and drains.
+each may use at most the share `tenant_requests_share`, so that one tenant's flood of requests
+leaves slots to the others. A limit never ends a request in flight.
 
-A tenant whose request was rejected counts as present for RECENT_S, or until it is admitted.
-Otherwise a flood that holds every slot could keep all slots, because no other tenant would count.
-The shares of two tenants may cover all slots. Therefore each tenant that has more requests in
-flight than a present rejected tenant may use only an equal part of the slots.
+A tenant is present while it has requests in flight. A tenant whose request was rejected is present
+for RECENT_S. Otherwise a tenant that holds all slots could keep them, because the rejected tenants
+would not count. The shares of two tenants may cover all slots. Therefore a tenant that has more
+requests in flight than a present rejected tenant may use only an equal part of the slots.
 
-Triton reports a disconnected client only to a model that polls for it, and not to models that
-this model calls. So one thread polls for every request in flight, several times a second.
+Triton does not notify a model of a disconnected client. The model has to poll, and models that it
+calls cannot poll. So one thread polls for every request in flight, every `poll_s` seconds.
 
 Not here: how the request of a disconnected client ends (lifecycle/), shares of computing under
 overload (conductor/admission/fair_share.py), a request's tenant (tenants/principal.py).
@@ -29,13 +28,13 @@ from collections.abc import Mapping
 from backends.frontend.live_request import LiveRequest
 
 log = logging.getLogger(__name__)
-RECENT_S = 5.0  # seconds after its latest rejection for which a tenant counts as present
+RECENT_S = 5.0  # seconds for which a tenant counts as present after its latest rejection
 REJECTED_TENANTS_MAX = 256  # limit of rejected tenants that count as present
-STALL_S = 2.0  # a poll that is delayed by more than this shows that the process was frozen
+STALL_S = 2.0  # seconds; if a poll is later than this, the process was frozen
 
 
 def slots_of_one(requests_max: int, share: float, tenants: int) -> int:
-    """Requests that one of `tenants` tenants may have in flight; >= 1."""
+    """Requests that a tenant may have in flight while `tenants` tenants are present; >= 1."""
     assert requests_max >= 1 and 0 < share <= 1 and tenants >= 1, (requests_max, share, tenants)
     return requests_max if tenants == 1 else max(1, math.floor(share * requests_max))
 
@@ -46,7 +45,7 @@ class TenantCap:
     def __init__(self, requests_max: int, share: float) -> None:
         self._requests_max = requests_max
         self._share = share
-        self._rejected_s: dict[str, float] = {}  # tenant -> time of its rejection, oldest first
+        self._rejected_s: dict[str, float] = {}  # tenant -> latest rejection's time, oldest first
 
     def rejection(self, tenant: str, in_flight: Mapping[str, int], now_s: float) -> tuple[str, str]:
         """(kind of rejection, reason) for one more request of `tenant`, or ("", "").
@@ -70,7 +69,7 @@ class TenantCap:
                 f"may have {slots} of {self._requests_max}"
             )
         if kind:
-            self._rejected_s.pop(tenant, None)  # so that it is inserted as the newest
+            self._rejected_s.pop(tenant, None)  # so that the tenant is inserted as the newest
             self._rejected_s[tenant] = now_s
             if len(self._rejected_s) > REJECTED_TENANTS_MAX:
                 del self._rejected_s[next(iter(self._rejected_s))]
@@ -111,7 +110,7 @@ class LiveRequests:
             return list(self._live.values())
 
     def held_ids(self) -> set[str]:
-        """Ids of all open attempts, and of the attempts charged to tenants' limits."""
+        """Ids of all open attempts, and of attempts that are charged to tenants' limits."""
         return {held_id for request in self.all() for held_id in request.held_ids()}
 
     def add(self, request: LiveRequest) -> None:

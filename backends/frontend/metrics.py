@@ -1,8 +1,7 @@
 """Metrics of the conductor model on Triton's metrics port: the source of each number.
 
-`MetricsLoop` calls `show` a few times a second. `StoreWatch` gets the directory's numbers of the
-storage nodes once a second, in its own thread. Its call times out after two seconds, and the other
-metrics must not wait for this timeout.
+`MetricsLoop` calls `show` a few times a second. `StoreWatch` gets the storage nodes' numbers from
+the directory in its own thread, so that `show` never waits for a directory that does not answer.
 
 Not here: the meaning of the names (metrics/table.py).
 """
@@ -22,16 +21,16 @@ from mooncake_store.records.status import DirectoryStats
 
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0
-Incarnation = tuple[object, ...]  # changes when a count restarts from 0
+Incarnation = tuple[object, ...]  # of a counting process; changes when its counts restart from 0
 Series = tuple[str, str, str]  # metric, its label, value of the label; "" "" without a label
 
 
 class Totals:
     """Counts since the first `look`, added up across restarts of the counting process. Pure.
 
-    The directory's own counts cannot be published as counters. They restart with the directory,
-    and a reloaded conductor would add all of them again. While a conductor reloads, its old and
-    its new process publish the same events, which therefore count twice.
+    The directory's own counts cannot be published as counters. They restart from 0 with the
+    directory, and a reloaded conductor would add all of them again. While a conductor reloads, the
+    old and the new process both publish the directory's counts, so they grow twice as fast.
     """
 
     def __init__(self) -> None:
@@ -43,7 +42,7 @@ class Totals:
         for name, (incarnation, count) in counts.items():
             seen_incarnation, seen = self._last.get(name, (incarnation, 0))
             if self._is_first:
-                seen = count  # an earlier process has published these
+                seen = count  # an earlier process has published this count
             new = count - seen if incarnation == seen_incarnation else count
             self.totals[name] = self.totals.get(name, 0) + new
         self._last |= counts
@@ -83,7 +82,7 @@ class StoreWatch:
         return dict(self._counts.totals)
 
     def close(self) -> None:
-        """Stop reading. Call it before the directory's client is closed."""
+        """Stop reading. Call this method before the directory's client is closed."""
         self._is_closing.set()
         self._thread.join(timeout=self._directory.timeout_s + 1.0)
 
@@ -103,7 +102,7 @@ class StoreWatch:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """Sources of `show`."""
+    """The objects whose numbers `show` publishes."""
 
     frontend: Frontend
     store: StoreWatch
@@ -157,8 +156,8 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
 
 
 def show_store(page: MetricPage, watch: StoreWatch, now_s: float) -> None:
-    """Publish the store's metrics. While the directory does not answer, nothing is published. Then
-    gauges become 0 (MetricPage.gauge)."""
+    """Publish the store's metrics. While the directory does not answer, nothing is published, so
+    MetricPage sets the gauges to 0."""
     seen = watch.seen
     if seen is None:
         return

@@ -1,11 +1,12 @@
 """A parsed request: checked and complete, with every default filled in.
 
 `parse` either returns a ClientRequest or raises InvalidRequest with *all* problems, each with the
-limit and the remedy. The defaults are in model_repository/README.md (Tensors, Request parameters).
+limit or the remedy. The defaults are in model_repository/README.md (Tensors, Request parameters).
 
-Triton's /generate turns JSON fields that are not tensors into parameters. So a misspelt tensor
-arrives as an unknown parameter, which is rejected with the likely name and never ignored.
-Not here: reading single tensors (inputs.py), limits of sampling (sampling_params.py).
+Triton's /generate turns JSON fields that are not tensors into parameters. A misspelt tensor
+therefore arrives as a parameter. Unknown parameters are rejected, with the most similar known name.
+
+Not here: reading single tensors (inputs.py), limits of sampling (engine/sampling_params.py).
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ class ClientRequest:
     sampling: SamplingParams
     is_stream: bool
     stream_interval: int  # tokens per response; 0: one response at the end
-    is_paced: bool  # True: the client set no interval, so a response may carry more tokens
+    is_paced: bool  # True: stream_interval was not given, so a response may have more tokens
     wants_decision: bool  # True: the answer has the `decision` output
     includes_prompt: bool  # True: the answer begins with the prompt
-    cache_salt: str  # parameter `tenant`; with API keys, replaced by the salt of the key's tenant
-    priority: int  # parameter `request_priority`, at most PRIORITY_MAX above or below 0
+    cache_salt: str  # parameter `tenant`; LiveRequest replaces it if API keys are configured
+    priority: int  # parameter `request_priority`, from -PRIORITY_MAX to PRIORITY_MAX
     prefill_worker: str  # name of the pinned worker; "": any worker
-    decode_worker: str  # as prefill_worker
-    describe: bool  # True: return the service's properties, and generate nothing
-    timeout_ms: int  # the client's timeout from the arrival; 0: none
+    decode_worker: str  # name of the pinned worker; "": any worker
+    describe: bool  # True: return the service's properties, and generate no tokens
+    timeout_ms: int  # the client's timeout in ms from the arrival; 0: none
 
 
 def parse(
@@ -75,13 +76,13 @@ def parse(
     tokenizer: Tokenizer,
     limits: RequestLimits,
 ) -> ClientRequest:
-    """Check and complete a request. For any inputs, the only exception is InvalidRequest."""
+    """Check and complete a request. Raises InvalidRequest, whatever the inputs contain."""
     reader = InputReader(inputs)
     options = _Options(parameters, reader)
     prompt_ids = np.zeros(0, np.int32)
     if not options.describe:
         prompt_ids = read_prompt(reader, tokenizer, limits)
-    # If the prompt has a problem, the limits of sampling are checked for a prompt of one token.
+    # If the prompt is invalid, the limits of sampling are checked as for a prompt of one token.
     sampling_limits = SamplingLimits(
         max(len(prompt_ids), 1), limits.context_tokens_max, limits.vocabulary_tokens
     )
@@ -128,7 +129,7 @@ def parse_prompt(
 
 
 def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: RequestLimits) -> np.ndarray:
-    """The prompt's token ids as int32; empty if there is a problem, which is noted in `reader`.
+    """The prompt's token ids as int32. If the prompt is invalid, `reader` notes the problem.
 
     `messages` is a JSON list of {"role", "content"}. Content is a string or a list of text parts,
     as in OpenAI's interface.
@@ -236,7 +237,7 @@ class _Options:
         self.priority = self._integer("request_priority", PRIORITY_MAX)
         self._text("id")  # checked only: the frontend makes its own ids
         self.tenant = self._text("tenant")
-        self._text("tenant_proof")  # checked only: with API keys, it was verified before
+        self._text("tenant_proof")  # type is checked only: Frontend.submit verified the proof
         self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)
         if self.timeout_ms < 0:
             reader.note(
@@ -244,13 +245,13 @@ class _Options:
             )
         self.prefill_worker = self._text("prefill_worker")
         self.decode_worker = self._text("decode_worker")
-        self.describe = self._flag("describe")  # Frontend.submit handles the values with a verb
+        self.describe = self._flag("describe")  # Frontend.submit answers other values itself
 
     def _integer(self, name: str, absolute_max: int) -> int:
         value = self._parameters.get(name, 0)
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) > absolute_max:
             self._reader.note(
-                f"parameter {name} is {shown(value)}; send an integer, at most {absolute_max}"
+                f"parameter {name} is {shown(value)}; send an integer, at most +-{absolute_max}"
             )
             return 0
         return value
@@ -259,7 +260,7 @@ class _Options:
         value = self._parameters.get(name, "")
         text, problem = as_text(f"parameter {name}", value)
         if not problem and len(value) > PARAMETER_CHARACTERS_MAX:
-            problem = f"parameter {name} is longer than {PARAMETER_CHARACTERS_MAX}; shorten it"
+            problem = f"parameter {name} is longer than {PARAMETER_CHARACTERS_MAX} characters"
         self._reader.problems += [problem] if problem else []
         return text or ""
 

@@ -1,6 +1,6 @@
 """Metrics of one request and the attributes of its span. No I/O; time is an argument.
 
-The metrics go into `Observations`. Each message of a stream costs a subtraction and an append.
+The metrics go into `Observations` (metrics/page.py).
 
 Names of attributes follow OpenTelemetry's conventions for generative models; others start with
 `mooncake.`. Spans contain no text of a prompt or an answer, and no tenant.
@@ -37,7 +37,7 @@ MESSAGES_PER_FLUSH = 50  # messages after which a stream's intervals are added t
 
 
 class LatencyLimits(NamedTuple):
-    """The SLO of an answer, in seconds; infinite: no limit."""
+    """The latency limits (SLO) of an answer, in seconds."""
 
     ttft_s_max: float = math.inf
     tbt_s_max: float = math.inf
@@ -47,7 +47,7 @@ NO_LIMITS = LatencyLimits()
 
 
 class RequestTimes:
-    """Times and counts of one request. Only `retried` is thread-safe."""
+    """Times and counts of one request. Only `retried` may be called by several threads."""
 
     def __init__(
         self, observations: Observations, arrived_s: float, limits: LatencyLimits = NO_LIMITS
@@ -58,7 +58,7 @@ class RequestTimes:
         # Monotonic time of the first and of the latest message with tokens; 0: none was sent.
         self.first_s = self._last_s = 0.0
         self._tokens = 0  # tokens sent
-        self._gaps_s = array("d")  # seconds between messages; tokens of one message have no gap
+        self._gaps_s = array("d")  # seconds between successive messages with tokens
         self._counted_intervals, self._counted_s = 0, 0.0
         self._predicted_tbt_s = 0.0
         self.tenant = ""  # label of the tenant (tenants/tenant_labels.py); "": not counted
@@ -78,7 +78,7 @@ class RequestTimes:
         self._observe(name, actual_s, kind="actual")
 
     def read(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """Note the prompt's tokens. Only the first call has an effect."""
+        """Note the prompt's length and its cached tokens. Only the first call has an effect."""
         if not self._prompt_tokens:
             self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
@@ -88,7 +88,7 @@ class RequestTimes:
         self._observe("mooncake_wasted_prefill_seconds_total", compute_s)
 
     def sent(self, tokens: int, now_s: float) -> None:
-        """A message with `tokens` new tokens was sent; with 0 tokens it does not count."""
+        """A message with `tokens` new tokens was sent. A message without tokens does not count."""
         if not tokens:
             return
         if self._tokens:
@@ -102,7 +102,7 @@ class RequestTimes:
             self._count_intervals()
 
     def ended(self, error: Exception | None, now_s: float) -> None:
-        """Count the ended request; without an error it was answered."""
+        """Count the ended request. `error`: None if the request was answered."""
         self._observe("mooncake_requests_total", outcome=outcome_of(error))
         if isinstance(error, Overloaded):
             reason = error.kind if error.kind in REASONS else "other"
@@ -152,7 +152,8 @@ class RequestTimes:
 
 
 def tbt_s(gaps_s: Sequence[float], intervals: int) -> float:
-    """Mean of the longest 10 % of the token intervals; intervals not in `gaps_s` are 0 s."""
+    """Mean of the longest 10 % of the intervals between tokens. `intervals`: their number.
+    `gaps_s`: the intervals between messages. Intervals inside a message count as 0 s."""
     longest = max(1, math.ceil(intervals * TBT_LONGEST_SHARE))
     return sum(heapq.nlargest(longest, gaps_s)) / longest
 
@@ -169,13 +170,13 @@ def outcome_of(error: Exception | None) -> str:
 
 
 def _error(predicted_s: float, actual_s: float) -> float:
-    """Relative error of a prediction; >= 0. An actual time below 1 us counts as 1 us."""
+    """Relative error of a prediction; >= 0. An actual time below 1 µs counts as 1 µs."""
     actual_s = max(actual_s, 1e-6)
     return abs(predicted_s - actual_s) / actual_s
 
 
 def request_attributes(request: ClientRequest, request_id: str) -> dict[str, Attribute]:
-    """Attributes of a parsed request. `request_id`: made by the frontend, as in the log."""
+    """Attributes of a parsed request. `request_id`: the frontend's id, as in the log."""
     return {
         "mooncake.request_id": request_id,
         "mooncake.priority": request.priority,

@@ -1,12 +1,13 @@
 """Routing notes to the other frontends: their wire format, and the thread that sends them.
 
 A note reports a routed, prefilled or ended request, so that the other frontends reserve the same
-work. A routing decision wakes the sender at once if the last batch is NOTES_S old. Other notes wait
-at most NOTES_S, or until NOTES_MAX notes wait. An idle sender sends a heartbeat every ALIVE_S.
+work, or a tenant's use of its limits. The sender's thread looks for notes every NOTES_S. A routing
+decision wakes it earlier if the last batch is NOTES_S old or NOTES_MAX notes wait. While no other
+frontend is known, the thread wakes only every ALIVE_S and at routing decisions. Without notes, it
+sends an empty batch every ALIVE_S as a heartbeat.
 
-Requests never wait for notes. The Conductor collects the notes, and the sender's thread takes and
-sends them. A batch that the directory does not accept within SEND_S_MAX is dropped. Other frontends
-detect the gap in the batch numbers.
+Requests never wait for notes. If the directory does not accept a batch within SEND_S_MAX, the
+sender drops it, and the other frontends detect the gap in the batch numbers.
 
 Not here: the contents of notes and their use (conductor/notes.py), reading the events
 (cluster_view.py).
@@ -26,24 +27,24 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.events import FrontendNoted
 
-NOTES_S = 0.02  # shortest time between two batches while fewer than NOTES_MAX notes wait
-NOTES_MAX = 64  # notes in the largest batch; so many waiting notes are sent at once
-SEND_S_MAX = 0.5  # timeout of sending a batch
-ALIVE_S = 1.0  # period of heartbeats while idle; a fraction of frontend_silent_s_max
+NOTES_S = 0.02  # period of batches in seconds, unless NOTES_MAX notes wait
+NOTES_MAX = 64  # most notes in a batch
+SEND_S_MAX = 0.5  # timeout of sending a batch, in seconds
+ALIVE_S = 1.0  # period of heartbeats without notes, in seconds; below frontend_silent_s_max
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 
 Text = Annotated[str, msgspec.Meta(max_length=256)]
-Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # on the sender's monotonic clock
+Moment = Annotated[float, msgspec.Meta(ge=-1e12, le=1e12)]  # time on the sender's monotonic clock
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
 class RoutedMessage(msgspec.Struct, array_like=True, frozen=True):
-    """RoutedNote on the wire. Decoding checks bounds, which conductor/notes.py does not do."""
+    """RoutedNote (conductor/notes.py) on the wire. Decoding checks the bounds of its values."""
 
     number: Number
     at_s: Moment
@@ -79,7 +80,7 @@ class UsageMessage(msgspec.Struct, array_like=True, frozen=True):
     at_s: Moment
     tenant: Text
     requests: Annotated[int, msgspec.Meta(ge=0, le=1)]
-    tokens: Annotated[int, msgspec.Meta(ge=-(2**32), le=2**32)]  # below 0: returned
+    tokens: Annotated[int, msgspec.Meta(ge=-(2**32), le=2**32)]  # charged; below 0: given back
 
 
 class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
@@ -90,8 +91,8 @@ class NotesMessage(msgspec.Struct, array_like=True, frozen=True):
     prefilled: list[PrefilledMessage]
     ended: list[EndedMessage]
     is_last: bool
-    wanted_per_s: Seconds  # demand: prefill seconds that arrived per second
-    # Older releases do not send these fields.
+    wanted_per_s: Seconds  # seconds of prefill work that arrived per second
+    # Older releases do not send the next two fields.
     wanted_of: dict[Text, Seconds] = {}
     usage: list[UsageMessage] = []
 
@@ -116,7 +117,7 @@ def pack_notes(batch: NoteBatch) -> bytes:
 
 
 def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
-    """The batch of an event; None if the notes are invalid. The next batch then shows the gap."""
+    """The batch of an event; None if it is invalid. The next batch number shows the gap."""
     try:
         message = _decode(event.notes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -145,9 +146,9 @@ def _note(message: msgspec.Struct, kind: type[T]) -> T:
 
 
 class NoteSource(Protocol):
-    """Source of the notes (ClusterView)."""
+    """Where the sender takes its notes from (cluster_view.ClusterView)."""
 
-    # (number of notes not yet taken, number of other frontends known)
+    # Returns (number of notes not yet taken, number of other frontends known).
     def notes_waiting(self) -> tuple[int, int]: ...
     def take_notes(self, count_max: int, is_last: bool = False) -> NoteBatch: ...
 
@@ -165,7 +166,7 @@ class NoteSender:
         self._thread.start()
 
     def on_routed(self, waiting: int) -> None:
-        """Called after each decision: wake the thread if a batch is due."""
+        """Wake the thread if a batch is due. Called after a decision that left `waiting` notes."""
         if waiting >= NOTES_MAX or (waiting and time.monotonic() >= self._sent_s + NOTES_S):
             self._wake.set()
 
@@ -183,7 +184,7 @@ class NoteSender:
             if waiting or now_s >= alive_due_s:
                 alive_due_s, self._sent_s = now_s + ALIVE_S, now_s
                 self._send()
-            if waiting <= NOTES_MAX:  # else notes are left over: send the next batch at once
+            if waiting <= NOTES_MAX:  # otherwise the batch was full, and the next follows at once
                 self._wake.wait(NOTES_S if others else max(0.0, alive_due_s - time.monotonic()))
                 self._wake.clear()
         if others:

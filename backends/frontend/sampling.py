@@ -1,6 +1,7 @@
-"""Sampling and end of a request's answer, from tensors and from vLLM's `sampling_parameters`.
+"""Reads a request's sampling parameters, from its tensors and its tensor `sampling_parameters`.
 
-The inputs and their defaults are in model_repository/README.md (Tensors). Some rules:
+`sampling_parameters` is JSON, as in vLLM's Triton backend. The inputs and their defaults are in
+model_repository/README.md (Tensors). Some rules:
 
 * `temperature` defaults to 1, as in vLLM, if `top_p` is given, or if `top_k` or `min_p` is not 0.
   Otherwise it defaults to 0 (greedy).
@@ -49,7 +50,7 @@ TRUE, FALSE = ("true", "1"), ("false", "0")
 def read(
     reader: InputReader, tokenizer: Tokenizer, limits: SamplingLimits, tokens_default: int
 ) -> SamplingParams:
-    """Read the sampling parameters. If `reader` notes a problem, the result must not be used."""
+    """The sampling parameters. They are invalid if `reader` has noted a problem."""
     given = _from_json(reader)
     given |= _tensors(reader)
     is_sampled = bool(given.get("top_k") or given.get("min_p")) or "top_p" in given
@@ -78,10 +79,10 @@ def read(
 
 
 def guide_problems(tokenizer: Tokenizer, schema: str, end_ids: Sequence[int]) -> Sequence[str]:
-    """Why no worker can enforce this schema; empty if one can.
+    """Why no worker can constrain an answer to this JSON schema; empty if a worker can.
 
-    Without the optional package of guided decoding, only the keywords are checked here. The
-    prefill worker checks the rest before it computes.
+    Without the optional package of guided decoding, this function checks only the schema's
+    keywords. The prefill worker checks the rest before it computes.
     """
     if not guides.is_installed():
         return [f"guided_json: {problem}" for problem in read_schema(schema)[1]]
@@ -150,7 +151,7 @@ def _from_json(reader: InputReader) -> dict[str, Any]:
             found[key] = JSON_KEYS[key](content[key])
         except (ValueError, OverflowError) as error:
             reader.note(f"{JSON_NAME}: {key} is {shown(content[key])}; {error}")
-    if found.get("top_k") == -1:  # in vLLM: all tokens
+    if found.get("top_k") == -1:  # vLLM's value for all tokens
         found["top_k"] = 0
     return found
 

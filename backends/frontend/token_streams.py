@@ -3,14 +3,14 @@
 A prefill worker sends a message with the first token while it still writes the KV to the store.
 
 A decode worker sends at most one message per step, with new tokens of all requests that it decodes
-for this frontend. A message per token through Triton would cost more CPU time than the token
+for this frontend. One Triton response per token would cost more CPU time than the token
 (bench/RESULTS.md). The reply to the call (grpc_calls.ask) reports the end of the request, how many
 tokens were sent by message, and the tokens that no message carries.
 
-Messages to clients cost CPU time on both sides of the network. A frontend sends at most
-`messages_per_s_max` of them. When its streams produce more tokens, tokens of a stream that arrive
-close together share a message. This limit does not apply to a client that sets `stream_interval`.
-A decode worker gets the limit too, and holds back tokens that would wait here (decode_worker.py).
+Messages to clients cost CPU time in frontend and client. A frontend sends at most
+`messages_per_s_max` of them per second. When its streams produce tokens faster, tokens of a stream
+that arrive close together share a message. A client that sets `stream_interval` is exempt. A decode
+worker also gets the limit, and holds back tokens that would wait here (workers/decode_worker.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ from backends.workers.protocol import (
     open_inbox,
 )
 
-# A message costs about 0.4 ms of CPU time in the frontend, Triton and a client on the same host. So
-# MESSAGES_PER_S_AND_CORE use a tenth of each core. MESSAGES_PER_S_MAX is about the most that one
-# frontend can send.
+# 250 messages per second cost a tenth of a core: about 0.4 ms each in the frontend, Triton and a
+# client on the same host. One frontend can send about 4,000 messages per second.
 MESSAGES_PER_S_AND_CORE, MESSAGES_PER_S_MAX = 250, 4_000
 
 
 class Receiver(Protocol):
-    """A request (live_request.LiveRequest)."""
+    """The request that receives messages (live_request.LiveRequest)."""
 
     state: State
 
@@ -55,7 +54,7 @@ class TokenStream:
     """An attempt for which workers may send messages."""
 
     receiver: Receiver
-    attempt: int
+    attempt: int  # number of the attempt
     seen_s: float  # monotonic time of the latest message or heartbeat, or of the call
 
 
@@ -63,16 +62,16 @@ class TokenStreams:
     def __init__(self, address: str, messages_per_s_max: float) -> None:
         self.messages_per_s_max = messages_per_s_max
         self._streams: dict[str, TokenStream] = {}
-        self._decoding: set[str] = set()  # ids of the streams whose decode worker was called
+        self._decoding: set[str] = set()  # ids of the attempts whose decode worker was called
         self._inbox = open_inbox(address, self._on_messages)
-        self.address = self._inbox.address  # with the port that was chosen
+        self.address = self._inbox.address  # with the port that the inbox listens on
 
     def listen(self, request_id: str, receiver: Receiver, attempt: int) -> None:
         """Pass messages of this attempt to `receiver`, until `forget`."""
         self._streams[request_id] = TokenStream(receiver, attempt, time.monotonic())
 
     def called(self, request_id: str) -> None:
-        """The decode worker of this attempt is called now. No effect after `forget`."""
+        """Note that the decode worker of this attempt is called. No effect after `forget`."""
         if (stream := self._streams.get(request_id)) is not None:
             stream.seen_s = time.monotonic()
             self._decoding.add(request_id)
@@ -82,7 +81,7 @@ class TokenStreams:
         self._decoding.discard(request_id)
 
     def seen_s(self, request_id: str) -> float | None:
-        """Monotonic time of the latest message, heartbeat or call; None: unknown attempt."""
+        """Monotonic time of the latest message, heartbeat or call; None: after `forget`."""
         stream = self._streams.get(request_id)
         return stream.seen_s if stream is not None else None
 
@@ -90,9 +89,10 @@ class TokenStreams:
         self._inbox.close()
 
     def _on_messages(self, messages: list[WorkerMessage]) -> float | None:
-        """Pass on messages; returns seconds until waiting tokens are due, None if none wait.
+        """Pass on messages, and send waiting tokens that are due.
 
-        New tokens of one request are one event, even if they came in several messages.
+        Returns the seconds until further waiting tokens are due, or None if no tokens wait. Tokens
+        of one attempt become one event, even if several messages brought them.
         """
         now_s = time.monotonic()
         updates: dict[tuple[str, str], list[TokenUpdate]] = {}
@@ -124,7 +124,7 @@ class TokenStreams:
         return stream
 
     def _send_due(self, now_s: float) -> float | None:
-        """Post TimePassed to requests with due tokens; seconds until the next are due."""
+        """Post TimePassed to requests whose waiting tokens are due; returns as _on_messages."""
         dues_s = []
         for stream in list(self._streams.values()):
             due = due_s(stream.receiver.state)

@@ -4,17 +4,17 @@ The format is that of the published traces, which `mooncake replay`, `simulate` 
 
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}
 
-`timestamp` counts from the start of the recorder. `output_length` counts tokens sent to the client;
-it is 0 for a request that ended before its first token. A hash id names a block of 512 tokens and
-all tokens before it; the last block may be shorter. Ids are keyed hashes. Each recorder has a key
-of 32 random bytes, which is never written. So a guessed text cannot be checked against a recording,
-and two recordings share no ids. Tenants with different cache salts share no KV, and no ids.
+`timestamp` is the arrival, counted from the start of the recorder. `output_length` counts tokens
+sent to the client. A hash id names a block of 512 tokens together with all tokens before the block;
+the last block may be shorter. Ids are hashes, keyed by 32 random bytes that each recorder makes and
+never writes. So a guessed text cannot be checked against a recording, and two recordings share no
+ids. Requests with different cache salts share no ids, because they share no KV.
 
-A request is appended to a bounded queue, and a thread writes it. While the disk is slow, full or
-gone, requests are dropped and counted. Each line is one write. So a frontend that is killed leaves
-at most one partial line, which the next recorder of the folder cuts off. Writers lock their files,
-so several frontends can share a folder. When the folder is too large, the oldest files without a
-writer are deleted. On a file system without locks, no file is deleted.
+A thread writes the requests from a bounded queue. While the disk is slow, full or gone, requests
+are dropped and counted. Each line is one write. So a frontend that is killed leaves at most one
+partial line, which the next recorder in the folder cuts off. Writers lock their files, so several
+frontends can share a folder. When the files of a folder exceed `bytes_max`, the oldest files
+without a writer are deleted. On a file system without locks, no file is deleted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from mooncake_store.block_keys import KEY_BYTES, block_keys, packed_tokens
 
 log = logging.getLogger(__name__)
 TRACE_BLOCK_TOKENS = 512  # in the published format, independent of the workers' blocks
-FILES = 8  # files that share recording_bytes_max
-WAITING_MAX = 256  # requests in the queue; one with 100,000 prompt tokens has 400 kB
+FILES = 8  # a file is full at 1 / FILES of `bytes_max` (parameter recording_bytes_max)
+WAITING_MAX = 256  # requests in the queue; a request with 100,000 prompt tokens takes 400 kB
 OPEN_ATTEMPTS = 5  # limit of attempts to open a new file
 CLOSE_S_MAX = 2.0
 WARN_EVERY_S = 60.0
@@ -50,16 +50,16 @@ NAMES = "trace-*.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request as it is recorded at its end."""
+    """A request that has ended, with the facts that are recorded."""
 
-    arrived_s: float  # of the monotonic clock
+    arrived_s: float  # monotonic time of the arrival
     prompt_ids: np.ndarray
     output_tokens: int  # tokens sent to the client
     cache_salt: str  # requests with different salts share no KV
 
 
 class SaltedBlocks:
-    """Makes hash ids with a random key, which only this object has. Pure except for the key."""
+    """Makes hash ids with a random key, which only this object has."""
 
     def __init__(self) -> None:
         self._salt = secrets.token_bytes(32)
@@ -93,7 +93,7 @@ class TraceFiles:
         self._fd: int | None = self._opened()
 
     def append(self, line: bytes) -> None:
-        """Write the whole line. After an OSError, a part of it stays only if truncation failed."""
+        """Write a line. Raises OSError. Part of the line then stays only if `_cut` failed too."""
         if self._fd is None or (self._size and self._size + len(line) > self._file_bytes_max):
             self.close()
             self._prune(len(line))
@@ -135,7 +135,7 @@ class TraceFiles:
                 is_ours = os.fstat(fd).st_nlink > 0
             if is_ours:
                 return fd
-            # Another recorder locked or deleted the file, because it was still empty and unlocked.
+            # Another recorder locked or deleted the new file before this recorder locked it.
             self._path.unlink(missing_ok=True)
             os.close(fd)
         raise OSError(f"other recorders deleted each new file in {self._folder}")
@@ -145,13 +145,13 @@ class TraceFiles:
         assert self._fd is not None
         try:
             os.ftruncate(self._fd, self._size)
-        except OSError:  # the partial line stays the file's last; the next line starts a new file
+        except OSError:  # keep the partial line at the file's end, and continue in a new file
             os.close(self._fd)
             self._fd = None
             raise
 
     def _prune(self, coming_bytes: int) -> None:
-        """Delete the oldest files without a writer, as far as needed for one more file."""
+        """Delete the oldest files without a writer until there is room for one more file."""
         found = []
         for path in self._folder.glob(NAMES):
             with contextlib.suppress(FileNotFoundError):  # another recorder deleted it
@@ -182,7 +182,7 @@ class TraceFiles:
 
 @contextlib.contextmanager
 def _unwritten(path: Path) -> Iterator[int | None]:
-    """The descriptor of the locked file; None if a recorder writes the file, or a lock fails."""
+    """Lock a file that no recorder writes. Yields its descriptor, or None if that fails."""
     try:
         fd = os.open(path, os.O_RDWR)
     except OSError:
@@ -207,8 +207,8 @@ class TrafficRecorder:
             self._files = TraceFiles(folder, bytes_max)
         except OSError as error:
             raise ConfigError(
-                f"recording_folder {folder} cannot be written ({error.strerror or error}): name "
-                "another folder, or leave it empty to record nothing"
+                f"recording_folder {folder} cannot be written ({error.strerror or error}): set "
+                'another folder, or set recording_folder to "" to record nothing'
             ) from None
         self.written = self.dropped = 0
         self._began_s = time.monotonic()
@@ -261,4 +261,4 @@ class TrafficRecorder:
             if is_new := now_s - self._warned_s >= WARN_EVERY_S:
                 self._warned_s = now_s
         if is_new:
-            log.warning("requests are not recorded, %d so far: %s", self.dropped, why)
+            log.warning("a request was not recorded, %d so far: %s", self.dropped, why)

@@ -1,10 +1,10 @@
 """Workers that this frontend cannot call: excluded from routing until a probe succeeds.
 
-A worker that refuses the connection, or whose link is cut, keeps reporting to the directory, and
-looks idle because it gets no requests. So the first call that does not reach the worker excludes it
-from routing. The exclusion holds for this frontend only, because other frontends may reach the
+A worker that refuses the connection, or whose link is cut, keeps reporting to the directory. It
+seems idle, because it gets no requests. So the first call that does not reach the worker excludes
+it from routing. The exclusion holds for this frontend only, because other frontends may reach the
 worker. Probes detect when the worker can be called again. A worker with another launch secret
-(WorkerDistrusts) is not probed. Its exclusion ends when its process has left the directory.
+(WorkerDistrusts) is not probed. The worker stays excluded until its process leaves the directory.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from backends.frontend.cluster_view import ClusterView
 log = logging.getLogger(__name__)
 PROBE_PERIOD_S = 2.0
 PROBES_AT_ONCE = 8
-CLOSE_S_MAX = 0.5
+CLOSE_S_MAX = 0.5  # longest wait for the thread in `close`, in seconds
 
 
 class UnreachedWorkers:
-    """The set of unreached workers. Its lock is also held while the Conductor is notified, because
-    calls and probes of a worker may end at the same time."""
+    """The set of unreached workers. The lock is held while the Conductor is notified, so that the
+    Conductor sees the results of calls and probes in the order in which this set sees them."""
 
     def __init__(self, cluster: ClusterView, probe: Callable[[str], None]) -> None:
-        """`probe`: GrpcCalls.probe."""
+        """`probe`: GrpcCalls.probe (grpc_calls.py)."""
         self._cluster, self._probe = cluster, probe
         self._errors: dict[tuple[str, str], ServingError] = {}
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class UnreachedWorkers:
             }
 
     def close(self) -> None:
-        """Stop probing. Waits at most CLOSE_S_MAX for running probes."""
+        """Stop probing. Waits at most CLOSE_S_MAX for running probes, and leaves the others."""
         self._is_closing.set()
         self._thread.join(timeout=CLOSE_S_MAX)
         self._probes.shutdown(wait=False, cancel_futures=True)
@@ -65,7 +65,7 @@ class UnreachedWorkers:
             self._probe_all()
 
     def _probe_all(self) -> None:
-        """Probe each worker once. Several probes run at a time, because some of them time out."""
+        """Probe each worker once. Probes run at the same time, because some of them time out."""
         with self._lock:
             unreached = dict(self._errors)
         wait([self._probes.submit(self._look, *each) for each in unreached.items()])
@@ -79,7 +79,7 @@ class UnreachedWorkers:
                 self._probe(address)
         except ServingError as error:
             self.add(worker, error)
-        except Exception:  # Catch all: the next round probes it again
+        except Exception:  # Catch all: the next round probes the worker again
             log.exception("probing %s failed", worker[0])
         else:
             self._forget(worker, seen, is_there=address is not None)
@@ -87,7 +87,7 @@ class UnreachedWorkers:
     def _forget(self, worker: tuple[str, str], seen: ServingError, is_there: bool) -> None:
         with self._lock:
             if self._errors.get(worker) is not seen:
-                return  # a call has failed since this probe began; the next one decides
+                return  # a call has failed since this probe began, so the next probe decides
             if is_there:
                 self._cluster.worker_reached(*worker, is_reached=True)
                 log.warning("%s can be reached again", worker[0])

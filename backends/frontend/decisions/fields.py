@@ -2,34 +2,36 @@
 
 The `decision` output of a request:
 
-    policy, admission          names of the policies that decided
+    policy, admission          the conductor's parameters of these names
     prefill, decode            the chosen pair of workers
     predicted                  the pair's Prediction, described in conductor/messages.py
     predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
-    second_fetch_node          predicted sources of the prefix
+    second_fetch_node          the predicted sources of the prefix; nodes are storage nodes
     queue_order                name of the prefill queue's order
-    place_s                    seconds: the request's key in that order, minus the decision time
-    candidates                 the best pairs, chosen first, each with its Prediction and a verdict:
-                               chosen, slower, or the kind of rejection that it would have caused
+    place_s                    seconds: the request's order key in that queue, minus decision time
+    candidates                 the best pairs of workers, the chosen pair first, each with its
+                               Prediction and a verdict: chosen, slower, or a kind of rejection
     candidates_left_out        number of further pairs
-    advice                     advisory mode: the rejection that was not applied
+    advice                     in advisory mode: the rejection that was not applied
     cached_tokens, fetched_blocks, fetched_bytes, queue_ahead, queue_s, load_s, prefill_s, put_s
                                measured by the prefill worker
     fetched_from               bytes that each node sent for the prefix
-    ttft_s                     from the parsed request to its first token at the frontend
+    ttft_s                     seconds from the parsed request to the first token at the frontend
     decode_queue_s, decode_load_s, loaded_early_blocks, decode_read_bytes
-                               measured by the decode worker during the hand-over
+                               measured by the decode worker before its first step
 
 The state of the cluster, for the parameter `describe` with the value `cluster`:
 
     served                     block_tokens, context_tokens_max; null without workers
     limits                     ttft_slo_s, tbt_slo_s; both above 0
-    workers                    each with its load as routing uses it, and why it takes no requests
+    workers                    each with its load as routing uses it; if it takes no requests, why
     hot_prefixes               hottest first: hash, blocks, hits per second, leading blocks by node
-    decisions                  the latest, newest first
+    decisions                  the latest decisions, newest first
 
-The state contains numbers, names and hashes. Without API keys, one text is from a client: the
-tenant's name. Not here: access control (frontend.py, tenants/principal.py), display (gateway/page).
+The state contains numbers, names and hashes. Its only text from a client is the name of a tenant,
+and that only without API keys.
+
+Not here: access control (frontend.py, tenants/principal.py), display (gateway/page).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from conductor.messages import Candidate, Explanation, HotPrefix, Reject, Worker
 
 
 def copied(record: object, *names: str) -> dict[str, object]:
-    """These attributes of the record, under their own names."""
+    """Attribute -> value, for the named attributes of the record."""
     return {name: getattr(record, name) for name in names}
 
 
@@ -118,7 +120,7 @@ def decode_fields(end: DecodeReply) -> dict[str, object]:
 def record_fields(
     record: DecisionRecord, config: ConductorConfig, now_s: float
 ) -> dict[str, object]:
-    """Fields of a recorded decision, for the list of the latest."""
+    """Fields of a recorded decision, for the list of the latest decisions."""
     decision, request = record.decision, record.request
     found: dict[str, object] = {
         "age_s": now_s - record.at_s,
@@ -150,8 +152,8 @@ class ClusterReading:
     workers: Sequence[WorkerStatus]
     hot_prefixes: Sequence[HotPrefix]
     decisions: Sequence[DecisionRecord]
-    block_tokens: int = 0  # 0: no workers
-    context_tokens_max: int = 0
+    block_tokens: int = 0  # 0 without workers
+    context_tokens_max: int = 0  # 0 without workers
 
 
 def overview(reading: ClusterReading, config: ConductorConfig) -> dict[str, object]:

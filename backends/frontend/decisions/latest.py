@@ -1,7 +1,7 @@
-"""The latest decisions of a frontend, with their predictions and outcomes. Without any prompt.
+"""The latest routing decisions of a frontend, with predictions and outcomes but without prompts.
 
-A bounded ring, written at each decision. Listing the best pairs of workers costs time. So they are
-listed for a client that requests them (`return_decision`), and otherwise once in EXPLAIN_EVERY_S.
+Listing the best pairs of workers for a decision takes time. So they are listed only for a client
+that requests them (`return_decision`), and for one other decision in EXPLAIN_EVERY_S.
 
 Thread-safe. Not here: deciding (conductor/), the JSON of decisions (fields.py).
 """
@@ -22,10 +22,10 @@ NOT_EXPLAINED = Explanation((), 0)
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A route, with the best pairs of workers if they were requested."""
+    """A route, with the best pairs of workers if the client requested them."""
 
     route: Route
-    decided_at_s: float  # monotonic time, as route.order_key_s
+    decided_at_s: float  # monotonic time of the decision
     explained: Explanation = NOT_EXPLAINED
 
 
@@ -36,12 +36,12 @@ class DecisionRecord:
     at_s: float  # monotonic time of the decision
     request: Request  # without its block keys
     blocks: int  # whole blocks of the prompt
-    prefix: str  # short hash of the last whole block and all before it; "" without a whole block
+    prefix: str  # short hash of all whole blocks of the prompt; "" without a whole block
     decision: Decided | Reject
     explained: Explanation  # with at most CANDIDATES_MAX pairs
-    cached_tokens: int | None = None  # None until prefill replies; the next two are 0.0 until then
-    prefill_s: float = 0.0  # seconds of prefill computation
-    first_token_s: float = 0.0  # seconds from the decision to the prefill reply
+    cached_tokens: int | None = None  # None before the prefill reply
+    prefill_s: float = 0.0  # seconds of prefill computation; 0.0 before the prefill reply
+    first_token_s: float = 0.0  # seconds from the decision to the prefill reply; 0.0 before it
 
 
 class LatestDecisions:
@@ -51,7 +51,7 @@ class LatestDecisions:
         self._explained_s = float("-inf")
 
     def wants_candidates(self, now_s: float) -> bool:
-        """Whether to list the best pairs of the next decision; True once in EXPLAIN_EVERY_S."""
+        """Whether to list the best pairs for the next decision; True once in EXPLAIN_EVERY_S."""
         with self._lock:
             if now_s - self._explained_s < EXPLAIN_EVERY_S:
                 return False
