@@ -1,4 +1,4 @@
-"""The commands of `mooncake store`. Each makes a few client calls and reports errors on stderr."""
+"""The commands of `mooncake store`. All but `serve` only make a few client calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON.")]
 
 @contextlib.contextmanager
 def shown_errors() -> Iterator[None]:
-    """Print an error of the store or of a process on stderr, and exit with status 1."""
+    """Print an error of the store or of a child process on stderr, and exit with status 1."""
     try:
         yield
     except (StoreError, ChildDied, OSError) as error:  # a ZMQError is an OSError
@@ -75,17 +75,17 @@ def shown_errors() -> Iterator[None]:
 
 @app.command()
 def serve(
-    nodes: Annotated[str, typer.Option(help="Storage nodes, comma separated.")] = "s0",
+    nodes: Annotated[str, typer.Option(help="Names of the storage nodes, as in s0,s1.")] = "s0",
     store_bytes: Annotated[str, typer.Option(help="DRAM per node, in /dev/shm.")] = "1G",
     ssd_bytes: Annotated[str, typer.Option(help="SSD per node; 0: none.")] = "0",
-    ssd_path: Annotated[Path | None, typer.Option(help="Folder on that SSD.")] = None,
-    folder: Annotated[Path | None, typer.Option(help="For sockets and logs.")] = None,
+    ssd_path: Annotated[Path | None, typer.Option(help="Folder on the SSD for the blocks.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder for sockets and logs.")] = None,
     directory_option: Annotated[
         list[str] | None,
-        typer.Option(help="Passed to the directory, as --directory-option=--node-ttl-s=3."),
+        typer.Option(help="Option for the directory, as in --directory-option=--node-ttl-s=3."),
     ] = None,
     node_option: Annotated[
-        list[str] | None, typer.Option(help="Passed to each node likewise.")
+        list[str] | None, typer.Option(help="Option for each storage node.")
     ] = None,
 ) -> None:
     """Start a directory and storage nodes on this host, until Ctrl-C."""
@@ -93,13 +93,13 @@ def serve(
     size_bytes = parse_bytes(store_bytes, "--store-bytes", serving.UNIT_BYTES)
     disk_bytes = parse_bytes(ssd_bytes, "--ssd-bytes")
     if disk_bytes and ssd_path is None:
-        raise typer.BadParameter("--ssd-bytes needs --ssd-path, a folder on that SSD")
+        raise typer.BadParameter("--ssd-bytes needs --ssd-path, a folder on the SSD")
     place = (folder or own_folder()).resolve()
     longest_bytes = max(len(os.fsencode(name)) for name in (*names, "directory"))
     most_bytes = PATH_BYTES_MAX - 1 - longest_bytes
     if len(os.fsencode(place)) > most_bytes:
         raise typer.BadParameter(
-            f"{place} is too long for the paths of sockets: name one of at most "
+            f"{place} is too long for the paths of sockets: name a folder of at most "
             f"{most_bytes} bytes with --folder"
         )
     store = serving.StoreProcesses(
@@ -159,7 +159,7 @@ def stat(
 
 @app.command()
 def ls(
-    node: Annotated[str, typer.Option(help="Blocks of this node only.")] = "",
+    node: Annotated[str, typer.Option(help="Only this node and its blocks.")] = "",
     limit: Annotated[int, typer.Option(min=1, max=65_536, help="Most blocks per node.")] = 100,
     directory: Directory = "",
 ) -> None:
@@ -180,7 +180,7 @@ def put(
     file: Annotated[
         Path, typer.Argument(exists=True, dir_okay=False, help="File with its content.")
     ],
-    node: Annotated[str, typer.Option(help="Storage node (default: local, or with room).")] = "",
+    node: Annotated[str, typer.Option(help="Storage node (default: chosen for the block).")] = "",
     tenant: Annotated[str, typer.Option(help="Tenant whose quota the block counts for.")] = "",
     directory: Directory = "",
 ) -> None:
@@ -227,7 +227,7 @@ def remove(
         done = store.remove([parse_key(name) for name in names])
     kept = [name for name, is_gone in zip(names, done, strict=True) if not is_gone]
     if kept:
-        errors.print(f"in use, retry later: {', '.join(kept)}", markup=False)
+        errors.print(f"not removed because in use, retry later: {', '.join(kept)}", markup=False)
         sys.exit(1)
 
 
@@ -240,11 +240,11 @@ def pin(
     ttl_s: Annotated[float, typer.Option(help="Duration of a soft pin, in seconds.")] = 1_800.0,
     directory: Directory = "",
 ) -> None:
-    """Pin some blocks against eviction."""
+    """Protect some blocks against eviction."""
     with shown_errors(), DirectoryClient(find_directory(directory)) as store:
         done = store.pin([parse_key(name) for name in names], kind, ttl_s)
     if not all(done):
-        errors.print("some blocks got no hard pin: too much memory is pinned", markup=False)
+        errors.print("some hard pins count as soft: too much memory is pinned", markup=False)
         sys.exit(1)
 
 
@@ -280,7 +280,7 @@ def drain(
             left = store.replicas.drain(node, "drain", show, deadline_s)
     if left:
         errors.print(
-            f"{left} blocks or more are only on {node}: the other nodes have no room for them, or "
+            f"at least {left} blocks are only on {node}, because the other nodes have no room or "
             "cannot pull (no --control). Start another node, or stop this one and lose the blocks."
         )
         sys.exit(1)
@@ -292,7 +292,7 @@ def check(
     directory: Directory = "",
     node: Annotated[str, typer.Option(help="Blocks of this node only.")] = "",
 ) -> None:
-    """Read up to 65536 blocks in each node's DRAM, verify them, and remove corrupt copies."""
+    """Read and verify up to 65536 blocks in each node's DRAM, and remove corrupt copies."""
     read = bad = 0
     with (
         shown_errors(),

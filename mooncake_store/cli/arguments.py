@@ -1,7 +1,7 @@
 """Parsing of keys, sizes and node names on the command line, and the search for a directory.
 
-Every user can create folders in /tmp. So a folder of sockets there is used only if it belongs to
-this user and no other user can write to it.
+Every user can create folders in /tmp. Therefore a folder of sockets in /tmp is used only if it
+belongs to this user and no other user can write to it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 VARIABLE = "MOONCAKE_DIRECTORY"
 BYTES_MAX = 2**50
 NODE_NAME_BYTES_MAX = 40  # longest name of a storage node
-# Longest path of a folder of sockets, whose longest names are those of storage nodes.
+# Longest path of a folder of sockets. The longest names in it are those of storage nodes.
 FOLDER_BYTES_MAX = PATH_BYTES_MAX - 1 - NODE_NAME_BYTES_MAX
-# Longest folder name of a `mooncake serve`: "mooncake-", 7 digits of a process id, 2 random parts.
+# Longest folder name of `mooncake serve`: "mooncake-", a process id of 7 digits, 2 random parts.
 LAUNCH_BYTES_MAX = 34
-SHORT_PLACE = Path("/tmp")  # parent of socket folders if $TMPDIR is too long or not ASCII
+SHORT_PLACE = Path("/tmp")  # parent of socket folders if holds_sockets() rejects $TMPDIR
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
-    """'512M', '1GiB', '1073741824' -> bytes. BadParameter: not a size, or outside the bounds."""
+    """'512M', '1GiB' or '1073741824' as bytes. BadParameter: not a size, or out of bounds."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
@@ -46,7 +46,7 @@ def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
 
 
 def parse_nodes(text: str) -> tuple[str, ...]:
-    """The storage nodes of --nodes: 's0,s1' -> ('s0', 's1'). Each name must fit into a path."""
+    """The storage nodes of --nodes: ('s0', 's1') for 's0,s1'. BadParameter: an invalid name."""
     names = text.split(",")
     if not all(name.strip() for name in names):
         raise typer.BadParameter(
@@ -68,8 +68,8 @@ def parse_nodes(text: str) -> tuple[str, ...]:
 
 
 def holds_sockets(place: Path) -> bool:
-    """Whether `mooncake serve` can make folders of sockets in `place`: the path must be short
-    enough, and ASCII, because Triton's stub processes can read only ASCII paths."""
+    """Whether `mooncake serve` can make folders of sockets in `place`. The path must be short
+    enough for sockets, and ASCII, because Triton's stub processes can read only ASCII paths."""
     return (
         len(os.fsencode(place)) <= FOLDER_BYTES_MAX - 1 - LAUNCH_BYTES_MAX and str(place).isascii()
     )
@@ -84,7 +84,7 @@ def shown_bytes(size: float) -> str:
 
 
 def parse_key(text: str) -> bytes:
-    """32 hex digits are a block key; any other text is a name, from which a key is derived."""
+    """The block key `text` (32 hex digits), or the key of a block that has this name."""
     if len(text) == 2 * KEY_BYTES and re.fullmatch("[0-9a-fA-F]+", text):
         return bytes.fromhex(text)
     return key_of(text)
@@ -113,8 +113,8 @@ def own_folder() -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     if reason := distrust(folder):
         raise typer.BadParameter(
-            f"{reason}: a process that can write to it could pose as the directory; remove the "
-            "folder, or name another with --folder"
+            f"{reason}: another user's process could pose as the directory there; remove the "
+            "folder, or name another one with --folder"
         )
     return folder
 
@@ -142,6 +142,6 @@ def find_directory(named: str = "") -> str:
             return f"ipc://{path}"
     passed_over = f" (ignored: {'; '.join(refused)})" if refused else ""
     raise typer.BadParameter(
-        f"no directory of this user was found on this host{passed_over}: set --directory or "
+        f"no directory of this user runs on this host{passed_over}: set --directory or "
         f"{VARIABLE}, or start one (mooncake store serve)"
     )

@@ -1,8 +1,8 @@
 """A whole store on one host: a directory and storage nodes as child processes, until Ctrl-C.
 
-A child that exits is restarted at once, at most RESTARTS_MAX times a minute. At its next exit
-`supervise` raises ChildDied, and the command stops all processes and prints the end of the child's
-log. `mooncake serve` does not use this module: it also starts Triton.
+A child that exits is restarted at once, at most RESTARTS_MAX (child_processes.py) times a minute.
+At one exit more, `supervise` raises ChildDied, and the command stops all processes and prints the
+end of the child's log. `mooncake serve` has a launcher of its own, because it also starts Triton.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mooncake_store.process.child_processes import ChildProcess, Command
 
-START_S_MAX = 60.0  # for each process to become ready
-STOP_S_MAX = 15.0  # for each process to exit before it is killed
-UNIT_BYTES = 16 * 2**10  # allocation unit of the storage nodes; headers take 0.4 % of the memory
+START_S_MAX = 60.0  # longest time from the start of a process until it is ready
+STOP_S_MAX = 15.0  # a process that does not exit within this time is killed
+UNIT_BYTES = 16 * 2**10  # allocation unit of the storage nodes; its header takes 0.4 % of memory
 
 
 def directory_address(folder: Path) -> str:
@@ -43,8 +43,8 @@ def node_command(
     events: str,
     *options: str,
 ) -> list[str]:
-    """Command of a storage node; `directory`, `control` and `events` are addresses. If `ssd_bytes`
-    is not 0, makes the folder `ssd_folder`/`node`, whose blocks outlive the process."""
+    """Command of a storage node; `directory`, `control` and `events` are addresses. For a node with
+    an SSD, this function creates the folder `ssd_folder`/`node`, whose blocks survive restarts."""
     values = {
         "--node-id": node,
         "--directory": directory,
@@ -78,7 +78,7 @@ class StoreProcesses:
         self.address = directory_address(folder)
         events = events_address(folder)
         self._folder = folder
-        self.children: list[ChildProcess] = []  # in the order of their start
+        self.children: list[ChildProcess] = []  # all that were started, in this order
         self._commands = {"directory": directory_command(self.address, events, *directory_options)}
         for node in nodes:
             self._commands[node] = node_command(
@@ -93,7 +93,7 @@ class StoreProcesses:
             )
 
     def start(self) -> None:
-        """Start all processes. Raises ChildDied if a process ends or is too slow."""
+        """Start all processes, one after the other. ChildDied: one has ended or is too slow."""
         for name, arguments in self._commands.items():
             command, log = partial(Command, arguments, os.environ), self._folder / f"{name}.log"
             child = ChildProcess(name, command, log, self._folder)
@@ -101,13 +101,13 @@ class StoreProcesses:
             child.wait_for_line("ready", START_S_MAX)
 
     def supervise(self) -> list[str]:
-        """Restart processes that exited; returns their names. ChildDied: one exited too often."""
+        """Restart processes that exited; returns the restarted ones. ChildDied: too many exits."""
         for child in self.children:
             child.bound_log()
         return [child.name for child in self.children if child.supervise() is not None]
 
     def stop(self) -> None:
-        """Stop the nodes first, because they deregister from the directory."""
+        """Stop the nodes before the directory, because they deregister from it."""
         for child in reversed(self.children):
             child.terminate()
             child.finish(STOP_S_MAX)

@@ -70,8 +70,8 @@ def refuse_unguarded(address: str, keys: Keys | None) -> None:
     if keys is not None or is_loopback(address) or os.environ.get(INSECURE_VARIABLE) == "1":
         return
     raise AddressUnguarded(
-        f"other hosts can reach {address}, and this process has no keys: each of these hosts "
-        f"could read and change everything. Set {folder.VARIABLE} to a folder of keys (made by "
+        f"other hosts can reach {address}, and there are no keys: each of these hosts could "
+        f"read and change everything. Set {folder.VARIABLE} to a folder of keys (made by "
         "`mooncake keys init`), listen on a loopback address, or permit this with --insecure "
         "(`insecure: true` in the cluster file)"
     )

@@ -5,9 +5,9 @@ CPU, once for each version of the file. Every native function has a Python versi
 results. On hosts without a compiler, `library()` returns None, and `why_not()` the reason.
 MOONCAKE_NATIVE=off selects Python everywhere.
 
-The cache folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake. If that
-folder cannot be used, it is a folder of this user in the system's temporary folder. A library that
-another user could have written is not loaded. While one process compiles, others wait.
+The cache folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake. If this
+user cannot write there, a folder in the system's temporary folder is used. A library that another
+user could have written is not loaded. While one process compiles, others wait.
 
 Not here: the functions' arguments, which their callers declare (`function`).
 """
@@ -32,7 +32,7 @@ from typing import Any
 
 SOURCE = Path(__file__).with_name("native.c")
 SWITCH, CACHE, COMPILER = "MOONCAKE_NATIVE", "MOONCAKE_CACHE", "CC"
-# Sums and products must round as numpy's do, so the compiler must not fuse them.
+# Sums and products must round as numpy's do, so -ffp-contract=off forbids fused operations.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -45,7 +45,7 @@ FLAGS = (
     "-Wall",
     "-Wextra",
     "-Werror",
-    # no warning that calls with wide vectors depend on AVX-512; all such calls are in native.c
+    # no warning that calls with wide vectors depend on AVX-512, because native.c has all such calls
     "-Wno-psabi",
 )
 COMPILE_S_MAX = 120.0
@@ -72,7 +72,7 @@ def function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction
 
 
 def quick_function(name: str, result: Any, arguments: Sequence[Any]) -> NativeFunction | None:
-    """As `function`, but runs with the GIL: for functions so short that its release costs more."""
+    """Like `function`, but keeps the GIL, whose release takes longer than a short function."""
     found = library()
     return _declared(found and ctypes.PyDLL(found._name), name, result, arguments)
 
@@ -192,8 +192,8 @@ def _compile(path: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> tuple[int, str]:
-    """Exit status and error output. At a timeout the whole process group is killed, because a
-    compiler starts processes of its own."""
+    """Exit status and error output. After COMPILE_S_MAX the whole process group is killed, because
+    a compiler starts processes of its own."""
     running = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,

@@ -1,9 +1,9 @@
 """Small HTTP server for metrics pages and probes. No client can block it for other clients.
 
-Each connection has a thread, serves one request, and ends after REQUEST_S_MAX. So a client that
-sends nothing, or a byte now and then, occupies a thread only for that time. The number of
-connections is bounded, per client address and in total. For a connection beyond a bound, the oldest
-one without a complete request is closed; if all have sent their requests, the oldest of all.
+Each connection has a thread, serves one request, and ends after at most REQUEST_S_MAX. So a client
+that sends nothing, or a byte now and then, occupies a thread only for that time. The number of
+connections is bounded, per client address and in total. If a new connection exceeds a bound, the
+server closes the oldest connection without a complete request, or else the oldest connection.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OF_ADDRESS_MAX = 32  # connections of one client address
 
 
 class BoundedHttpServer(ThreadingHTTPServer):
-    """Each turn of `serve_forever` closes connections that are older than REQUEST_S_MAX."""
+    """The server. Each turn of `serve_forever` closes connections older than REQUEST_S_MAX."""
 
     daemon_threads = True
     block_on_close = False
@@ -32,7 +32,7 @@ class BoundedHttpServer(ThreadingHTTPServer):
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         self._lock = threading.Lock()
-        # connection -> (client address, monotonic time of its begin); the oldest first
+        # connection -> (client address, monotonic time of the accept); the oldest first
         self._connections: dict[socket.socket, tuple[str, float]] = {}
         self._answered: set[socket.socket] = set()  # connections whose request was read
         super().__init__(address, self._noting(handler))

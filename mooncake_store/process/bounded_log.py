@@ -1,10 +1,10 @@
 """The log file of a child process, kept below a size limit while the child writes.
 
-A child writes to the file that was opened at its start, so renaming the file does not help. Instead
-the older part of the file is copied to `NAME.1` and removed from the front. On ext4 and xfs, Linux
-removes the front atomically (FALLOC_FL_COLLAPSE_RANGE), so no line is lost. On other file systems
-the file is truncated right after the copy. Lines that are written in the microseconds between copy
-and truncation are then lost. The previous `NAME.1` is replaced.
+A child would write to its open file even if the file were renamed. Therefore the older part of the
+log is copied to `NAME.1` and removed from the front of the file. On ext4 and xfs, Linux removes the
+front atomically (FALLOC_FL_COLLAPSE_RANGE), so no line is lost. On other file systems the file is
+truncated right after the copy, and lines that the child writes in the microseconds between copy and
+truncation are lost. The previous `NAME.1` is replaced.
 
 Not here: when the size is checked (child_processes.py).
 """
@@ -19,15 +19,15 @@ from typing import BinaryIO
 
 COLLAPSE_RANGE = 0x08  # FALLOC_FL_COLLAPSE_RANGE of linux/falloc.h
 COPY_BYTES = 1 << 20  # bytes per read
-LOG_BYTES_MAX = 64 * 2**20  # default limit of a log; its older part is about as large
-LOG_BYTES_MIN = 64 * 2**10  # smallest allowed limit; enough for the last lines of a start
+LOG_BYTES_MAX = 64 * 2**20  # default limit of a log; `NAME.1` is about as large
+LOG_BYTES_MIN = 64 * 2**10  # smallest allowed limit; a start writes less
 
 
 class BoundedLog:
     """The log of one child, which may write at any time. Used by one thread of the launcher."""
 
     def __init__(self, path: Path, bytes_max: int = LOG_BYTES_MAX) -> None:
-        """Truncate the file, and remove the older part that an earlier launch left."""
+        """Truncate the file, and remove the `NAME.1` of an earlier launch."""
         self.path = path
         self.older_path = path.with_name(f"{path.name}.1")
         self._bytes_max = bytes_max
@@ -39,18 +39,18 @@ class BoundedLog:
         return self.path.open("ab")
 
     def shorten(self) -> int:
-        """If the log is too long, move its front to the older part; returns the number of bytes."""
+        """If the log is too long, move its front to `NAME.1`; returns the number of moved bytes."""
         try:
             if self.path.stat().st_size <= self._bytes_max:
                 return 0
             with self.path.open("r+b") as log:
                 return self._shorten(log)
         except OSError:
-            return 0  # no folder or a full disk: the log grows until a later call succeeds
+            return 0  # without a folder or disk space, the log grows until a later call succeeds
 
     def _shorten(self, log: BinaryIO) -> int:
-        """Move the whole file system blocks before the last byte. If the file system cannot remove
-        them from the front, move all bytes."""
+        """Move all complete blocks of the file system, but not the last byte. If the file system
+        cannot remove blocks from the front of a file, move all bytes."""
         stat = os.fstat(log.fileno())
         block_bytes = max(stat.st_blksize, os.fstatvfs(log.fileno()).f_bsize)
         if (whole_bytes := (stat.st_size - 1) // block_bytes * block_bytes) <= 0:
@@ -70,7 +70,7 @@ class BoundedLog:
         return copied
 
     def last_lines(self, lines: int) -> str:
-        """The last lines of the older part and the log together."""
+        """The last lines of `NAME.1` and the log together."""
         text = b""
         for path in (self.older_path, self.path):
             with contextlib.suppress(OSError), path.open("rb") as log:

@@ -2,7 +2,7 @@
 
 The launcher is `mooncake serve` or `mooncake store serve`. Each child runs in its own session, so a
 Ctrl-C in the terminal reaches only the launcher, which then stops its children in order. A child
-writes to a log file. When the launcher dies, the kernel's parent-death signal ends the child.
+writes to a log file. When the launcher dies, the kernel sends SIGTERM to the child.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from mooncake_store.process.bounded_log import LOG_BYTES_MAX, BoundedLog
 
-RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0  # most restarts without a pause, within this time in s
+RESTARTS_MAX, RESTARTS_WITHIN_S = 5, 60.0  # maximum number of restarts without a pause in 60 s
 PAUSE_S_MAX = 60.0  # longest pause before a restart
 
 # This program requests SIGTERM at the launcher's death (prctl 1 is PR_SET_PDEATHSIG), then executes
@@ -46,8 +46,8 @@ class RestartPolicy(Protocol):
 
 @dataclass(slots=True)
 class LimitedRestarts:
-    """Restarts at once, at most RESTARTS_MAX times within RESTARTS_WITHIN_S. For a process without
-    which no other can serve."""
+    """Restarts at once, at most RESTARTS_MAX times within RESTARTS_WITHIN_S. For a process that all
+    other processes need."""
 
     _at_s: list[float] = field(default_factory=list)
 
@@ -116,8 +116,8 @@ class ChildProcess:
             )
 
     def supervise(self) -> float | None:
-        """Restart a child that ended, after its pause. Only the first call after each end returns
-        the pause, in seconds. Raises ChildDied if the policy allows no further restart."""
+        """Restart an ended child when the policy's pause is over. The first call after each end
+        returns the pause in seconds; all other calls return None. ChildDied: no more restarts."""
         if self._process.poll() is None:
             return None
         now_s, pause_s = time.monotonic(), None
@@ -188,8 +188,8 @@ class ChildProcess:
         self._process.terminate()
 
     def finish(self, deadline_s: float) -> bool:
-        """Wait up to `deadline_s` seconds for the child's end, then kill its process group, which
-        includes the stub processes of a crashed Triton. True if the child ended in time."""
+        """Wait up to `deadline_s` seconds for the child's end; True if it ended in time. Then kill
+        its process group, because a crashed Triton leaves its stub processes."""
         try:
             self._process.wait(timeout=max(deadline_s, 0.01))
             ended = True

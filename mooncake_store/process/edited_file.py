@@ -12,11 +12,11 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def sole_writer(folder: Path, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Lock a folder against other callers of this function, so that no edit is lost between a read
-    and a write. `on_wait` is called before a wait for the lock. OSError: no access to `folder`."""
+    """Lock a folder against other callers of this function, so that no other edit comes between a
+    read and a write. `on_wait` is called before a wait. OSError: `folder` cannot be opened."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # some file systems have no locks
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -1,7 +1,7 @@
 """Log format of all processes: text lines, or one JSON object per line.
 
-An environment variable selects the format, so that all processes of a launch use the same. Lines of
-other programs (Triton, etcd) in the same file keep their own format.
+An environment variable selects the format, so that all processes of a launch use the same format.
+Other programs (Triton, etcd) write their lines to the same file in their own format.
 
 A JSON line has `time` (UTC), `level`, `logger`, `pid` and `message`. A line about a request also
 has `request_id` and, if one was set, `trace_id`. Exceptions are in `exception`.
@@ -23,7 +23,7 @@ def start_logging(
     text_format: str, level: int | str = logging.INFO, is_forced: bool = False
 ) -> None:
     """Log to stderr, which the launcher redirects to a file, in `text_format` or as JSON. If the
-    root logger already has handlers, `is_forced` replaces them; without it, nothing changes."""
+    root logger has handlers, this call replaces them if `is_forced`, and else changes nothing."""
     handler = logging.StreamHandler(sys.stderr)
     is_json = os.environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonLines() if is_json else logging.Formatter(text_format))

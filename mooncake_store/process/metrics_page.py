@@ -1,6 +1,6 @@
 """Prometheus metrics of a store process: GET http://HOST:PORT/metrics.
 
-A page has its own threads, and its own registry, so that it shows no metrics of other libraries.
+A page has its own threads. It also has its own registry, so it shows no metrics of other libraries.
 Collectors make the metrics from numbers that other modules maintain.
 """
 
@@ -22,11 +22,11 @@ SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class PortTaken(StoreError):
-    """The page cannot listen at its address; the message names the option to change."""
+    """The page cannot listen at its address; the message names the options to change."""
 
 
 class MetricsPage:
-    """Serves until close(). `port` 0 takes any free port."""
+    """Serves until close(). `port` 0 takes any free port, which the attribute `port` has then."""
 
     def __init__(self, port: int, collectors: Sequence[Collector], host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()
@@ -37,7 +37,7 @@ class MetricsPage:
         except OSError as error:
             raise PortTaken(
                 f"cannot serve metrics at {host}:{port} ({error.strerror or error}): choose "
-                "another --metrics-port, or 0 for none"
+                "another --metrics-port (0 for none) or --metrics-address"
             ) from error
         self.port = int(self._server.server_port)
         self._thread = threading.Thread(

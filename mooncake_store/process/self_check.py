@@ -1,8 +1,8 @@
 """Self-check: a process checks its invariants while it serves, and exits on a violation.
 
-Off by default: the check takes time under the lock of the checked state, and an exit ends all
-requests of the process. `mooncake serve --self-check` enables it, as the end-to-end tests and the
-leak test do.
+The self-check is off by default, because it takes time under the lock of the checked state, and an
+exit ends all requests of the process. `mooncake serve --self-check` enables it. The end-to-end
+tests and the leak test use this option.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_switched_on() -> bool:
 
 
 class SelfCheck:
-    """Calls `check` periodically, if `run` is called often. For one thread."""
+    """Calls `check` once per PERIOD_S, if `run` is called often. Only one thread may use it."""
 
     def __init__(
         self, check: Callable[[], None], is_on: bool, end: Callable[[int], object] = os._exit
@@ -34,7 +34,7 @@ class SelfCheck:
         self.passed = 0
 
     def run(self, now_s: float) -> None:
-        """Check at most once per PERIOD_S. An AssertionError is logged and ends the process."""
+        """Check if PERIOD_S has passed. An AssertionError is logged and ends the process."""
         if not self._is_on or now_s < self._due_s:
             return
         self._due_s = now_s + PERIOD_S
