@@ -33,19 +33,19 @@ Tokens = Sequence[int] | np.ndarray[Any, Any]
 def check_keys(keys: Sequence[bytes]) -> None:
     """Raise RequestInvalid for the first key that does not have 16 bytes."""
     if isinstance(keys, bytes | str):
-        raise RequestInvalid("keys come in a list, also a single one: [key]")
+        raise RequestInvalid("keys come in a list, even a single key: [key]")
     if set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}:
-        return  # the common case, without a Python loop: 1,000 keys in 30 us
+        return  # the common case; without a Python loop it takes 30 us for 1,000 keys
     for key in keys:
         if not isinstance(key, bytes):
             raise RequestInvalid(
                 f"a key is {KEY_BYTES} bytes, not {type(key).__name__} {key!r:.40}: key_of(name) "
-                "makes one of a name"
+                "makes a key of a name"
             )
         if len(key) != KEY_BYTES:
             raise RequestInvalid(
                 f"a key has {KEY_BYTES} bytes, {key.hex()[:64]} has {len(key)}; key_of(name) makes "
-                "one of a name"
+                "a key of a name"
             )
 
 
@@ -58,7 +58,7 @@ def split_keys(packed: bytes) -> tuple[bytes, ...]:
 
 
 def chain_seed(fingerprint: str, lora: str = "", cache_salt: str = "") -> bytes:
-    """The 16 bytes with which the first block is keyed, instead of the key of an earlier block."""
+    """The 16 bytes that key the hash of the first block, instead of a previous block's key."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"mooncake.seed")
     for part in (fingerprint, lora, cache_salt):
         raw = part.encode()
@@ -73,7 +73,7 @@ def block_keys(token_ids: Tokens, block_tokens: int, seed: bytes) -> list[bytes]
 
 
 def extend_keys(last_key_or_seed: bytes, token_ids: Tokens, block_tokens: int) -> list[bytes]:
-    """Continue a chain: `token_ids` start right after the block with key `last_key_or_seed`."""
+    """Keys of the full blocks of `token_ids`, which follow the block `last_key_or_seed`."""
     assert block_tokens > 0, f"block_tokens is {block_tokens}"
     assert len(last_key_or_seed) == KEY_BYTES, f"a key has {len(last_key_or_seed)} bytes"
     blocks = len(token_ids) // block_tokens

@@ -29,10 +29,10 @@ from mooncake_store.wire.port_options import add_port_options, apply_insecure
 
 log = logging.getLogger("mooncake_store.node")
 REPORT_S = 1.0  # seconds between two reports to the directory
-# seconds from an unanswered report to the next one, so that a new leader is found soon
+# seconds from a failed report to the next one; short, so that a new leader is found soon
 SILENT_RETRY_S = 0.2
 ROOM_LOOK_S = 0.1  # seconds between attempts to allocate the segment
-# timeout of an inventory message; with a million blocks the last message takes 10 s
+# timeout of an inventory message; the reply to the last message takes 10 s for a million blocks
 INVENTORY_S_MAX = 60.0
 _PR_SET_PDEATHSIG = 1
 
@@ -59,9 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         "host then has a replica of the index, so its readers need no lookups at the directory",
     )
     _add_memory_options(parser)
-    parser.add_argument("--mapped-only", action="store_true", help="no NIXL: one host only")
+    parser.add_argument("--mapped-only", action="store_true", help="run without NIXL")
     parser.add_argument(
-        "--rack", default="", help="label; nodes of one rack have a short network path"
+        "--rack", default="", help="label; nodes with one label have a short network path"
     )
     parser.add_argument(
         "--control",
@@ -116,7 +116,7 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="longest wait for memory that is still in use, e.g. by processes that map the "
+        help="longest wait for memory that other processes still use, e.g. those that map the "
         "previous incarnation's segment (default: %(default)s)",
     )
 
@@ -186,8 +186,8 @@ def _numa(parser: argparse.ArgumentParser, text: str | None, files: int) -> tupl
 class StopSignals:
     """SIGTERM and SIGINT, recorded in a pipe, so that no handler interrupts other code.
 
-    A signal mask with sigtimedwait is not enough: numpy starts threads before the mask is set. The
-    kernel would deliver the signal to such a thread, and the process would exit.
+    A signal mask with sigtimedwait is not enough, because numpy starts threads before the mask is
+    set. The kernel would deliver the signal to such a thread, and the process would exit.
     """
 
     def __init__(self) -> None:
@@ -203,9 +203,9 @@ class StopSignals:
 
     def wait(self, seconds: float) -> bool:
         """True if a signal has arrived since the start, or arrives within `seconds`. The pipe is
-        never drained, so all later calls return True. A node that SIGSTOP stopped must report at
-        once when it continues. So poll(2) is used: its timeout runs on while the process is
-        stopped, but that of select(2) does not."""
+        never drained, so all later calls return True. After SIGSTOP and SIGCONT, a node must report
+        at once. poll(2) is used because its timeout also passes while the process is stopped; that
+        of select(2) does not."""
         poll = select.poll()
         poll.register(self._read_end, select.POLLIN)
         return bool(poll.poll(1000 * seconds))
@@ -215,7 +215,7 @@ def started(
     options: NodeOptions, clients: Clients, stop: StopSignals, room_s_max: float
 ) -> StorageNode | None:
     """Start the node as soon as there is memory for its segment; None if a signal arrives first.
-    The memory of a dead incarnation is freed only when the last process has unmapped it.
+    The memory of a dead incarnation is not free until the last process has unmapped it.
     StoreError: the node cannot start."""
     began_s = time.monotonic()
     while True:
@@ -225,7 +225,7 @@ def started(
         except NoRoom as error:
             if waited_s >= room_s_max:
                 raise
-            if waited_s < ROOM_LOOK_S:  # only after the first attempt
+            if waited_s < ROOM_LOOK_S:  # warn only after the first attempt
                 log.warning(
                     "node_id=%s waits up to %g s until other processes have freed memory: %s",
                     options.node_id,
@@ -278,7 +278,7 @@ def run(address: str, options: NodeOptions, stop: StopSignals, room_s_max: float
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the process. Exits with os._exit: UCX's exit handlers may crash (nixl_agent.py)."""
+    """Run the process. Ends by os._exit, because UCX's exit handlers may crash (nixl_agent.py)."""
     stop = StopSignals()
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     status = 1
     try:
         status = run(arguments.directory, options, stop, arguments.room_s_max)
-    except Exception:  # outermost frame: log the cause and exit with os._exit
+    except Exception:  # log the cause here, because os._exit prints no traceback
         log.exception("node_id=%s exits", options.node_id)
     sys.stdout.flush()
     sys.stderr.flush()

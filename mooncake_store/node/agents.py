@@ -1,11 +1,11 @@
 """The NIXL agents of a storage node: one shared agent, and one per selected network card.
 
-The shared agent serves this host and, by default, other hosts too. A host without RDMA and with
-several cards to other hosts has an agent per card (nic_choice.py). A card that the operator names
-(MOONCAKE_TRUSTED_NICS) always has its own agent. If only this host can reach the directory, only
-named cards have agents.
+The shared agent serves this host and, by default, other hosts too. nic_choice.py selects the cards
+with an agent of their own. For example, these are all cards of a host that has several and no RDMA,
+or the cards that the operator names (MOONCAKE_TRUSTED_NICS). If no other host can reach the
+directory, a card gets an agent only if the operator names it.
 
-A card that is down at the start of the node has no agent until the next start.
+A card whose agent cannot be opened at the start of the node has none until the next start.
 
 Not here: the agent (nixl_agent.py), the choice of an agent by clients (nic_transport.py).
 """
@@ -29,7 +29,7 @@ class OpenAgents:
     """Names and addresses of the agents for clients, and the functions that close the agents."""
 
     name: str = ""  # of the shared agent; "" without NIXL
-    metadata: bytes = b""  # of the shared agent, for a peer's NIXL
+    metadata: bytes = b""  # of the shared agent; a client's NIXL connects with it
     nics: tuple[NicAgent, ...] = ()  # the agents of single network cards
     is_local: bool = False  # whether the shared agent serves this host only
     closers: tuple[Callable[[], None], ...] = ()
@@ -40,7 +40,7 @@ class OpenAgents:
 
 
 def open_agents(name: str, address: int, size_bytes: int, has_other_hosts: bool) -> OpenAgents:
-    """Open all agents. `name` must never be reused. NixlUnavailable: the shared agent failed."""
+    """Open all agents. `name` must be new. NixlUnavailable: the shared agent cannot be opened."""
     network = host_data_network()
     shared = NodeAgent(name, address, size_bytes, AgentDevices(network.shared_devices))
     closers = [shared.close]

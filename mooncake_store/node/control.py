@@ -7,8 +7,8 @@ answer whose client is gone.
 
 The verb `load` restores blocks from the SSD to the segment. The client has allocated the slots and
 commits the blocks afterwards. The node writes the slot headers, because only the node detects when
-the bytes are complete. A slot whose header has a newer generation than the request now belongs to
-another writer and is not changed. The verb `fetch` copies blocks of other nodes to this node.
+the bytes are complete. If a header has a newer generation than the request, another writer owns the
+slot, and the node does not change it. The verb `fetch` copies blocks of other nodes to this node.
 
 Not here: the messages (wire/node_protocol.py), the disk (ssd/).
 """
@@ -42,14 +42,14 @@ from mooncake_store.wire.request_reply import Responder, listening
 
 THREADS = 4
 REQUESTS_MAX = 256  # requests accepted and not yet answered
-GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory must remove the copy on the SSD
+GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # then the directory must drop the SSD copy
 
 
 class NodeControl:
     """Receives requests from construction on, and answers them from serve() until close()."""
 
     def __init__(self, address: str) -> None:
-        """RequestInvalid: the address cannot be bound. Port 0: any free port (`self.address`)."""
+        """RequestInvalid: the address cannot be bound. For port 0, see `self.address`."""
         self._responder: Responder[AnyControl] = Responder(get_args(AnyControl), "node")
         self._context = zmq.Context()
         try:
@@ -61,7 +61,7 @@ class NodeControl:
             self._context.destroy(linger=0)
             raise RequestInvalid(
                 f"cannot listen at --control {address}: {error}; use ipc://PATH with a path of at "
-                "most 107 characters, or tcp://HOST:PORT"
+                "most 107 bytes, or tcp://HOST:PORT with an address of this host"
             ) from error
         self._path = address.removeprefix("ipc://") if address.startswith("ipc:///") else ""
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
@@ -73,7 +73,7 @@ class NodeControl:
         self._thread: threading.Thread | None = None
 
     def serve(self, answer: Callable[[AnyControl, float], object]) -> None:
-        """Start to call `answer(request, arrival by time.monotonic())`, from several threads."""
+        """Answer requests by `answer(request, monotonic time of arrival)`, in several threads."""
         self._answer = answer
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._thread.start()
@@ -108,7 +108,7 @@ class NodeControl:
         self._answers.append([sender, *answer])
         with self._lock:
             self.waiting -= 1
-        with contextlib.suppress(OSError):  # the socket was closed in the meantime
+        with contextlib.suppress(OSError):  # this NodeControl is closed now
             os.eventfd_write(self._wakeup, 1)
 
     def _send(self, frames: list[bytes]) -> None:
@@ -116,7 +116,7 @@ class NodeControl:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Answer the requests that threads carry out now; drop waiting requests. Idempotent."""
+        """Finish and answer the requests that are being carried out; drop the rest. Idempotent."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -124,7 +124,7 @@ class NodeControl:
         if self._thread is not None:
             self._thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        while self._answers:  # answer `leave` before the node exits
+        while self._answers:  # among them the answer to `leave`, which ends the node
             self._send(self._answers.popleft())
         self._context.destroy(linger=200)
         os.close(self._wakeup)
@@ -144,8 +144,8 @@ class NodeVerbs:
     _puller: Puller
     _stats: Callable[[], NodeStats]
     _leave: Callable[[], None]  # ends the process
-    _epoch: Callable[[], int]  # epoch of the directory that this node is registered with
-    restores_missed: int = 0  # blocks that `load` requests named and did not get
+    _epoch: Callable[[], int]  # epoch of the directory that this node last registered with
+    restores_missed: int = 0  # blocks that `load` requests named and the node did not restore
 
     def answer(self, request: AnyControl, arrived_s: float) -> object:
         """The reply to a request that arrived at `arrived_s` (monotonic)."""
@@ -163,8 +163,8 @@ class NodeVerbs:
     def _refuse_epoch(self, epoch: int) -> None:
         if epoch not in (0, self._epoch()):
             raise EpochPassed(
-                f"the directory of epoch {epoch} granted these slots or leases, and "
-                f"{self._info.node_id} belongs to epoch {self._epoch()} now: request them again"
+                f"the directory of epoch {epoch} granted these slots or leases, but node "
+                f"{self._info.node_id} has registered with epoch {self._epoch()}: allocate again"
             )
 
     def _fetch(self, request: protocol.Fetch, until_s: float) -> list[bool]:
@@ -185,7 +185,7 @@ class NodeVerbs:
                     f"{self._info.node_id} ({self._memory.shape.units} units)"
                 )
         taken = [block for block in blocks if tier is not None and self._take(block, until_s)]
-        self._refuse_epoch(epoch)  # not raised: any later inventory has these headers
+        self._refuse_epoch(epoch)  # if this raises nothing, later inventories have the headers
         outcomes = self._restore(tier, taken, until_s) if tier else []
         whole = set()
         for block, (outcome, layers) in zip(taken, outcomes, strict=True):
@@ -201,7 +201,7 @@ class NodeVerbs:
                 self._memory.write_header(block.slot, header)
                 whole.add(block.slot)
             elif outcome in GONE:
-                with contextlib.suppress(StoreError):  # the next reader reports the copy again
+                with contextlib.suppress(StoreError):  # after an error, the next `load` retries
                     self._directory.drop_copy(
                         block.key, self._info.node_id + SSD_SUFFIX, block.ssd_generation
                     )
@@ -209,7 +209,7 @@ class NodeVerbs:
         return [block.slot in whole for block in blocks]
 
     def _take(self, block: Restore, until_s: float) -> bool:
-        """Write a "writing" header. False: the slot has a newer generation and is not changed."""
+        """Write a header with STATE_WRITING. False: the slot has a newer generation."""
         if self._memory.is_newer(block.slot, block.generation):
             return False
         lease_s = max(0.0, until_s - time.monotonic()) + LEASE_MARGIN_S
@@ -235,6 +235,6 @@ class NodeVerbs:
         asked = SsdEntry(
             block.key, block.ssd_slot, block.ssd_generation, block.checksum, block.size_bytes
         )
-        known = tier.manifest.table.find(block.ssd_slot)  # the manifest has the number of layers
+        known = tier.manifest.table.find(block.ssd_slot)  # only the manifest has `layers`
         entry = asked if known is None else asked._replace(layers=known.layers)
         return BlockJob(entry, self._memory.shape.slot_offset_bytes(block.slot))

@@ -39,8 +39,7 @@ class NodeCollector(Collector):
 
 
 class ReaderCollector(Collector):
-    """Bytes of one process: reads and writes by transport and by network card, and reads by
-    node."""
+    """Bytes that one process moved: by transport, by network card, and for reads also by node."""
 
     def __init__(self, nodes: Callable[[], KnownNodes | None]) -> None:
         """`nodes` returns None until the process first reads from the store."""
@@ -111,8 +110,8 @@ def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> I
 
 
 def _rows(counted: Mapping[str, object], **attributes: str) -> Rows:
-    """One row per object and keyword: ((object name, keyword), value of the attribute that the
-    keyword names)."""
+    """One row per object and keyword: ((object's name, keyword), value of the attribute that the
+    keyword's value names)."""
     for name, each in sorted(counted.items()):
         for label, attribute in attributes.items():
             yield (name, label), getattr(each, attribute)

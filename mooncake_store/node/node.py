@@ -4,17 +4,17 @@ python -m mooncake_store.node --node-id s0 --directory ipc:///tmp/directory --se
     --segment-path /dev/shm/mooncake-s0 [--ssd-path FOLDER --ssd-bytes N]
 
 Workers of this node map the segment. Workers of other nodes read it one-sided, served by the C++
-thread of the NIXL agent. KV therefore outlives a worker. The tasks of the Python code:
-1. Report to the directory every second, for the segment ("s0") and for the SSD ("s0/ssd"). A
-   directory that does not list them receives an inventory of their blocks (registration.py). The
+thread of the NIXL agent. The KV in the segment outlives workers. The tasks of the Python code:
+1. Report to the directory every second, for the segment ("s0") and for the SSD ("s0/ssd"). If the
+   directory does not list one of them, register it and send its inventory (registration.py). The
    node exits if a newer process has registered under its name.
 2. Copy cold blocks to the SSD (spiller.py).
 3. Answer requests on the control socket (control.py).
 4. Maintain the index replica that readers of this host map (index_writer.py).
 5. Serve plain TCP for clients without NIXL, if configured (tcp_server.py).
 
-With a full or broken disk, at start or later, the node serves from DRAM and retries each minute.
-At the start, a fault of the SSD that an operator must correct stops the node (SsdRefused).
+If the disk is full or broken, at start or later, the node serves from DRAM and retries each minute.
+A fault of the SSD that an operator must correct (SsdRefused) prevents the start of the node.
 
 Not here: options and signals (__main__.py), the choice of slots for blocks (directory/).
 """
@@ -70,19 +70,19 @@ class NodeOptions:
     ssd_bytes: int = 0  # size of the block file, a multiple of unit_bytes; 0 without an SSD
     ssd_io: str = "nixl"  # "nixl" | "threads"
     must_reset_ssd: bool = False  # whether to discard the blocks in ssd_folder
-    control: str = ""  # address to bind the control socket to; "" for none
-    data: str = ""  # HOST:PORT of the segment's plain TCP server; "" for none
-    advertised: str = ""  # "CONTROL,DATA" as clients reach them; "": the bound addresses
+    control: str = ""  # address of the control socket; "": no control socket
+    data: str = ""  # HOST:PORT of the segment's plain TCP server; "": no TCP server
+    advertised: str = ""  # "CONTROL,DATA", their addresses for clients; "": the bound addresses
     rack: str = ""  # operator's label; nodes with the same label have a short network path
     directory: str = ""  # address of the directory, or etcd://... of elected directories
-    events: str = ""  # address of the event stream; "": elected directory, or no index replica
+    events: str = ""  # address of the event stream; "" if an election in etcd names it, or unused
     has_other_hosts: bool = False  # whether other hosts can reach the directory
     metrics_port: int = 0  # 0: no Prometheus page
     metrics_address: str = LOOPBACK
 
 
 class Clients(NamedTuple):
-    """Connections to the directory; separate, so that no task waits for the reply to another."""
+    """Separate connections to the directory, so that no task waits for another task's reply."""
 
     reports: DirectoryClient
     inventories: DirectoryClient  # with a timeout that suits large inventories
@@ -90,13 +90,13 @@ class Clients(NamedTuple):
 
 
 class StorageNode:
-    """A storage node. It serves from construction to close(); report() must be called often."""
+    """A storage node. It serves from construction to close(). Call report() every second."""
 
     def __init__(self, options: NodeOptions, clients: Clients, leave: Callable[[], None]) -> None:
         """`leave` must end the process; it is called when a client sends the request `leave`."""
         self.options = options
         self._clients = clients
-        self._closers: list[Callable[[], None]] = []  # last opened, first closed
+        self._closers: list[Callable[[], None]] = []  # called in reverse order by close()
         self._incarnation = secrets.token_hex(8)
         self._registrations: list[Registration] = []
         self._tier: SsdTier | None = None
@@ -204,7 +204,7 @@ class StorageNode:
         return table_path(options.segment_path, options.directory)
 
     def _open_agents(self) -> OpenAgents:
-        """Register the segment with NIXL, including the agents of this host's network cards."""
+        """Open the NIXL agents for the segment; an empty OpenAgents without NIXL."""
         options = self.options
         if options.is_mapped_only:
             return OpenAgents()
@@ -307,7 +307,7 @@ class StorageNode:
 
     def report(self) -> bool:
         """Report to the directory, and register if necessary. True if the directory has answered.
-        RequestInvalid: for example, a newer process has registered under this node id."""
+        RequestInvalid: the directory rejects this node, for example after a newer one's start."""
         is_wished = self.options.ssd_folder and self._tier is None
         if is_wished and time.monotonic() >= self._tier_retry_s:
             self._retry_tier()
@@ -319,11 +319,11 @@ class StorageNode:
         except StoreError as error:
             # Warn once per outage.
             level = logging.DEBUG if self._is_unanswered else logging.WARNING
-            log.log(level, "node_id=%s no answer of the directory: %s", self.info.node_id, error)
+            log.log(level, "node_id=%s cannot report: %s", self.info.node_id, error)
             self._is_unanswered = True
             return False
         if self._is_unanswered:
-            log.info("node_id=%s the directory answers again", self.info.node_id)
+            log.info("node_id=%s reports to the directory again", self.info.node_id)
             self._is_unanswered = False
         return True
 
@@ -352,18 +352,18 @@ class StorageNode:
         return self._registrations[0].epoch if self._registrations else 0
 
     def _served(self) -> dict[str, TransferCounters]:
-        """Counters of the plain TCP server. One-sided transfers cannot be counted here."""
+        """Counters of the plain TCP server. This process takes no part in one-sided transfers."""
         return {"tcp": self._data.counters} if self._data else {}
 
     def _deregister(self) -> None:
         try:
             for registration in self._registrations:
                 registration.close()
-        except StoreError as error:  # without reports the directory removes the node
+        except StoreError as error:  # the directory removes a node that sends no reports
             log.warning("node_id=%s not deregistered: %s", self.options.node_id, error)
 
     def close(self) -> None:
         """Deregister, stop all threads, close agents and SSD, and unlink the segment. Idempotent.
-        Blocks on the SSD stay there for the next start."""
+        Blocks on the SSD remain for the next start."""
         while self._closers:
             self._closers.pop()()

@@ -1,9 +1,9 @@
 """Registration of a holder (the DRAM or the SSD of a node) with the directory.
 
 A directory that has dropped the holder answers a report with `false`. A restarted or newly elected
-directory answers with EpochPassed. The holder then registers again under the same incarnation and
-sends its inventory, a list of its blocks, in batches. It gets no new blocks before the last batch.
-After an interruption it registers again, so the directory never uses a part of an inventory.
+directory answers with EpochPassed. In both cases the holder registers again under the same
+incarnation and sends its inventory, a list of its blocks, in batches. It gets no new blocks before
+the last batch. An interrupted inventory is sent again from the start, after a new registration.
 
 Not here: the contents of a holder (slot_memory.py, ssd/), the time of each report (node.py).
 """
@@ -27,28 +27,29 @@ ADOPT_BLOCKS_MAX = 16_384  # blocks per message, about 1 MB
 class Registration:
     """The registration of one holder."""
 
-    info: NodeInfo  # with has_inventory
+    info: NodeInfo  # its has_inventory must be True
     _directory: DirectoryClient
     _patient: DirectoryClient  # with a long timeout, for inventories
     _blocks: Callable[[], Sequence[Block]]  # the blocks of the holder now
     _is_known: bool = False  # whether the holder has registered and not deregistered
     _is_open: bool = False  # whether the directory has the complete inventory
-    _is_refused: bool = False  # whether the directory rejected it; the next one is then empty
+    _is_refused: bool = False  # whether the last inventory was rejected, so the next one is empty
     epoch: int = 0  # of the last directory that the holder registered with
 
     def report(self) -> None:
-        """Report that the holder is alive; register if necessary. RequestInvalid: it is rejected,
-        for example because a newer process has this node id. Other StoreErrors: call again."""
+        """Report that the holder is alive; register if necessary. RequestInvalid: the directory
+        rejects the holder, for example because a newer process has this node id. After another
+        StoreError, call this method again."""
         info = self.info
         if self._is_open and self._is_still_known():
             return
         if self._is_open:
-            log.warning("node_id=%s not listed by the directory, registers again", info.node_id)
+            log.warning("node_id=%s the directory does not list it: it registers", info.node_id)
         elif self._is_known:  # an inventory was interrupted
             self._directory.deregister_node(info.node_id, info.incarnation)
         self._is_open = False
-        # Set before the inventory is read. A writer checks the epoch after it wrote its header. If
-        # the writer found the old epoch, the inventory therefore has that header (control.py).
+        # The epoch is set before the inventory is read. A writer of headers checks the epoch after
+        # its write (control.py). If it finds the old epoch, the inventory includes its headers.
         self.epoch = self._directory.register_node(info)
         self._is_known = True
         self._send_inventory()
@@ -58,7 +59,7 @@ class Registration:
         info = self.info
         try:
             return self._directory.node_report(info.node_id, info.incarnation, epoch=self.epoch)
-        except EpochPassed:  # another directory leads by now
+        except EpochPassed:  # another directory leads now
             return False
         except StoreUnavailable:
             if self._is_epoch_lost():
@@ -66,9 +67,8 @@ class Registration:
             raise
 
     def _is_epoch_lost(self) -> bool:
-        """Whether the leader has a smaller epoch than this registration. Epochs of leaders only
-        grow unless etcd loses the counter or an operator resets it. The directory of this
-        registration will then never lead again."""
+        """Whether the leader has a smaller epoch than this registration. This happens only if etcd
+        has lost the counter of epochs or an operator has reset it."""
         try:
             return self._directory.is_elected and self._directory.leader().epoch < self.epoch
         except StoreUnavailable:  # no directory leads
@@ -91,10 +91,10 @@ class Registration:
             raise StoreError(f"the inventory of {node_id} was rejected: {error}") from error
         self._is_refused = False
         if blocks:
-            log.info("node_id=%s adopted %d of %d blocks", node_id, adopted, len(blocks))
+            log.info("node_id=%s directory adopted %d of %d blocks", node_id, adopted, len(blocks))
 
     def close(self) -> None:
-        """Deregister. Idempotent. After a StoreError the directory removes the node by its TTL."""
+        """Deregister. Idempotent. If this fails, the directory removes the holder after its TTL."""
         if self._is_known:
             self._is_known = self._is_open = False
             self._directory.deregister_node(self.info.node_id, self.info.incarnation)

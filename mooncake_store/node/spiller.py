@@ -1,9 +1,9 @@
 """Copies cold blocks from the segment to the SSD, ahead of their eviction.
 
 The directory chooses the blocks and their SSD slots (take_spills). The blocks have no lease, so a
-block may be evicted and its slot overwritten while the disk still reads it. The next writer of a
-slot changes the header before it writes any byte. The spiller therefore checks the header and the
-checksum, writes, checks the header again, and only then records and commits the copy.
+block may be evicted and overwritten in the segment while it is written to the disk. The writer of
+the new block changes the header of the slot first. The spiller therefore checks header and
+checksum, writes to the disk, and checks the header again before it records and commits the copy.
 
 Not here: the disk (ssd/), the choice of blocks (directory/core/copies.py).
 """
@@ -25,9 +25,9 @@ from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, BlockJob, SsdTier
 
 log = logging.getLogger("mooncake_store.node")
 BLOCKS_MAX = 64  # blocks per batch
-LEASE_S = 2 * WRITE_S_MAX  # lease on the SSD slots of a batch
-IDLE_S = 0.5  # seconds from a request without work to the next one
-DELAY_S_MAX = 30.0  # upper bound of this delay, which doubles while no offered block can be stored
+LEASE_S = 2 * WRITE_S_MAX  # duration of the lease on the SSD slots of a batch
+IDLE_S = 0.5  # pause after take_spills returned fewer than BLOCKS_MAX blocks
+DELAY_S_MAX = 30.0  # limit of the pause, which doubles after each batch without a stored block
 
 
 @dataclass
@@ -36,7 +36,7 @@ class SpillCounters:
 
     spilled_blocks: int = 0
     spilled_bytes: int = 0
-    spills_given_up: int = 0  # offered blocks that were not stored on the SSD
+    spills_given_up: int = 0  # offered blocks that were not stored, or whose commit was rejected
 
 
 class Spiller:
@@ -55,7 +55,7 @@ class Spiller:
         self._incarnation = incarnation
         self._directory, self._memory, self._tier = directory, memory, tier
         self._batch = 0
-        self.delay_s = IDLE_S  # seconds until the next request if no more work is known
+        self.delay_s = IDLE_S  # pause before the next batch if step() returned False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -69,16 +69,16 @@ class Spiller:
             try:
                 has_more = self.step()
             except (StoreUnavailable, NodeUnknown):
-                pass  # the node's reports log this already
+                pass  # StorageNode.report logs such outages
             except StoreError as error:
                 log.warning("node_id=%s spilling: %s", self._node_id, error)
-            except Exception:  # Catch all: a bug must stop neither spilling nor the node
+            except Exception:  # catch all, because a bug must stop neither spilling nor the node
                 log.exception("node_id=%s spilling failed", self._node_id)
             if not has_more:
                 self._stop.wait(self.delay_s)
 
     def step(self) -> bool:
-        """Spill one batch. True: more blocks may be available at once."""
+        """Spill one batch. True: the directory may offer more blocks now."""
         tier = self._tier()
         if tier is None or not tier.is_writable:
             return False
@@ -108,12 +108,12 @@ class Spiller:
         return kept if tier.keep(list(kept.values())) else {}
 
     def _verified(self, spill: Spill) -> SsdEntry | None:
-        """The SSD entry of the block; None when the slot does not hold the offered block."""
+        """The SSD entry of the block; None if the block was replaced or is corrupt."""
         header = self._memory.header(spill.slot)
         if header is None or not self._is_still_there(spill):
             return None
         digest = self._memory.checksum(spill.slot, spill.size_bytes, header.layers)
-        if spill.checksum not in (0, digest):  # 0: stored without a checksum, so it gets one here
+        if spill.checksum not in (0, digest):  # 0: the block has no checksum, and gets one here
             log.warning("node_id=%s block %s is corrupt", self._node_id, spill.key.hex())
             return None
         return SsdEntry(
@@ -124,8 +124,8 @@ class Spiller:
         return self._memory.is_ready(spill.slot, spill.generation, spill.key)
 
     def _commit(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
-        """Commit the stored copies and abandon the other slots. After a failure the manifest has
-        blocks that the directory lacks, until the next inventory or until they are overwritten."""
+        """Commit the stored copies and abandon the other slots. After a failed commit, the manifest
+        has blocks that the directory lacks until the next inventory, or until an overwrite."""
         rows = [
             (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
         ]

@@ -166,7 +166,7 @@ def test_a_damaged_manifest_is_put_aside_loudly_and_the_tier_starts_empty(
     path.write_bytes(raw)
     assert reopened(path) == [], kind
     assert Path(f"{path}.damaged").read_bytes() == raw
-    assert "is damaged" in caplog.text and caplog.records[0].levelno == logging.ERROR
+    assert "cannot be used" in caplog.text and caplog.records[0].levelno == logging.ERROR
     manifest = Manifest(str(path), SHAPE)
     put(manifest, entry(5, 5))
     manifest.close()
