@@ -4,10 +4,10 @@ Hand-over: a prefill worker announces each layer's KV as soon as the layer is in
 loader reads announced layers into pages that are reserved for the request (arrivals.py). When the
 request itself arrives, the loader reads the remaining blocks, and the request joins the batch.
 
-Preemption: if a request of higher priority lacks pages, running requests are preempted between two
-steps (engine/batching/batching.py). The writer stores a preempted request's KV, and the request
-waits. When the request has pages again, the loader reads its KV back as after a hand-over. If the
-KV is gone, the request resumes on another worker, as after a worker failure.
+Preemption: if a request of higher priority lacks pages or a slot, running requests are preempted
+between two steps (engine/batching/batching.py). The writer stores a preempted request's KV, and the
+request waits. When the request has pages again, the loader reads this KV back. If the KV is gone,
+the request fails, and its frontend starts another attempt.
 
 Threads: the engine's thread runs the engine loop (worker.py), one loader reads KV, the writer
 writes KV to the store, and `Repliers` send replies. The driver reports all tokens in one thread.
@@ -57,7 +57,7 @@ REPLIERS = 8  # threads that send replies
 
 class DecodeWorker(JobWorker[DecodeJob]):
     role = "decode"
-    loaders = 1  # one thread: a request's announced layers are read before its remaining blocks
+    loaders = 1  # so that a request's announced layers are read before its remaining blocks
     batching: DecodeBatching
 
     def __init__(
@@ -81,7 +81,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             config.slots,
             waiting_max=config.queue_requests_max,
         )
-        # Finished jobs and, by reply inbox, new tokens of other jobs; `send_news` sends both.
+        # Finished jobs, and new tokens of unfinished jobs by reply inbox. `send_news` sends both.
         self._ended: list[DecodeJob] = []
         self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)
         self._pace = MessagePace()
@@ -116,8 +116,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             if request.priority:
                 self.batching.prioritise(request.request_id, request.priority)
             self.jobs[request.request_id] = job
-            # With the lock still held. Otherwise the request could end before this call, and its
-            # leases would then be renewed for ever.
+            # The lock is still held. Otherwise the request could end before `hold` is called, and
+            # the request's leases would be renewed for ever.
             self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
             self.lock.notify_all()
 
@@ -127,18 +127,18 @@ class DecodeWorker(JobWorker[DecodeJob]):
     def _refuse_incomplete(self, request: DecodeRequest, kv_tokens: int) -> None:
         """Raise KvMissing if the handed-over blocks are not exactly those that the engine needs.
 
-        A page into which no block is read would hold old data. With the lock held.
+        A page into which no block is read would hold old data. The caller holds the lock.
         """
         given = sorted(ref.index for ref in request.blocks)
         due = list(range(self.driver.blocks_due(len(given), kv_tokens)))
         if given != due:
             self._refuse_arrival(request.request_id)
             raise KvMissing(
-                f"blocks {given[:8]} were handed over; blocks 0 to {len(due) - 1} are required"
+                f"blocks {given[:8]} ({len(given)} in all) were handed over; {len(due)} are needed"
             )
 
     def _check_again(self, request: DecodeRequest, tokens: int) -> None:
-        """Raise Overloaded if a step with this request would exceed `tbt_slo_s`. With the lock."""
+        """Raise Overloaded if steps would exceed `tbt_slo_s`. The caller holds the lock."""
         jobs = self.jobs.values()
         there = BatchOnArrival(
             sum(len(job.token_ids) for job in jobs),
@@ -152,7 +152,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
 
     def _refuse_arrival(self, request_id: str) -> None:
         """Ignore later messages about the request. The next turn of the engine loop frees pages
-        that were reserved for its hand-over. With the lock held."""
+        that were reserved for the request. The caller holds the lock."""
         self._arrivals.refuse(request_id, time.monotonic())
         self.lock.notify_all()
 
@@ -175,7 +175,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self._repliers.close(max(0.0, give_up_s - time.monotonic()))
 
     def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
-        """Queue a request for pages and a slot. False if the queue is full. With the lock held."""
+        """Queue a request for a slot. False: the queue is full. The caller holds the lock."""
         now_s = time.monotonic()
         return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, arrived_s=now_s)
 
@@ -206,7 +206,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         with self.lock:
             arrival = self._arrivals.get(message.request_id)
             if arrival is None and message.request_id in self.jobs:
-                # The request has arrived; its own load is after this message in the loader's queue.
+                # The request has arrived. Its remaining blocks are read after this message.
                 arrival = self.jobs[message.request_id].arrival
             if arrival is None or not arrival.pages:
                 return
@@ -221,7 +221,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
 
     def _load_rest(self, job: DecodeJob) -> bool:
         """Read the job's blocks that are not in its pages yet. Returns True. Raises KvMissing if a
-        block is gone. In the loader's thread."""
+        block is gone. Runs in the loader's thread."""
         assert job.arrival is not None, f"{job.request_id} has no pages"
         started_s = time.monotonic()
         is_new = job.saved is None
@@ -252,7 +252,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         """Take a running job out of the batch and queue the saving of its KV. Called between two
         steps, with the lock held."""
         pages, put = self.batching.preempt(job.request_id), job.give_up_pages()
-        if job.has_update:  # send it now: the job may wait for long
+        if job.has_update:  # send it now, because the job may wait for long
             update = Tokens(self.process.incarnation, [job.take_update()])
             self.process.outbox.send(job.request.reply_inbox, update)
         log.info("%s is preempted", job.request_id)
@@ -261,7 +261,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.writer.then(lambda: self._save(job, put, pages))
 
     def _save(self, job: DecodeJob, put: BlockPut, pages: list[int]) -> None:
-        """Save a preempted job's KV in the store, then release its pages. Writer's thread."""
+        """Save a preempted job's KV, then release its pages. Runs in the writer's thread."""
         error: Exception | None = None
         try:
             if not job.is_leaving:
@@ -280,14 +280,14 @@ class DecodeWorker(JobWorker[DecodeJob]):
     # -- called by a driver
 
     def join_batch(self, job: DecodeJob) -> bool:
-        """Start decoding a loaded job. False if it is leaving or has left. With the lock held."""
+        """Start decoding a loaded job. False: it leaves or has left. The caller holds the lock."""
         if not self._may_join(job):
             return False
         self.batching.start(job.request_id, len(job.token_ids))
         return True
 
     def decoded(self, tokens_of: Iterable[tuple[DecodeJob, Sequence[int]]]) -> None:
-        """Record new tokens of jobs, in decoding order. Call `send_news` afterwards."""
+        """Record new tokens of jobs, in decoding order. The driver must then call `send_news`."""
         computed: list[str] = []
         gaps_s: dict[str, float] = {}  # reply inbox -> least time between two of its messages
         now_s = time.monotonic()
@@ -323,14 +323,14 @@ class DecodeWorker(JobWorker[DecodeJob]):
         return self._pace.is_due(inbox, gaps_s[inbox], step_s, now_s, job.update_sent_s)
 
     def put_saved(self, job: DecodeJob) -> None:
-        """Queue the write of full blocks whose KV is complete in the pages. With the lock held,
-        so that a release of the pages is later in the writer's queue."""
+        """Queue the write of full blocks whose KV is complete in the pages. The caller holds the
+        lock, so that a release of the pages is later in the writer's queue."""
         if blocks := job.take_saved():
             self.writer.put_whole(job.put, blocks)
 
     def send_news(self) -> None:
-        """Reply to finished jobs, and send each frontend one message with its other jobs' new
-        tokens. Call it in the thread that called `decoded`."""
+        """Reply to finished jobs, and send each frontend one message with the new tokens of its
+        unfinished jobs. Runs in the thread that called `decoded`."""
         ended, self._ended = self._ended, []
         updates, self._updates = self._updates, defaultdict(list)
         for job in ended:
@@ -339,8 +339,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.process.outbox.send(inbox, Tokens(self.process.incarnation, of_frontend))
 
     def end(self, job: DecodeJob, error: Exception | None = None) -> None:
-        """Remove a job and reply to its client. The writer's thread frees the pages after its
-        queued tasks. No step may be computing in the pages, except the step that calls this."""
+        """Remove a job and reply to its client. The writer's thread frees the pages after the tasks
+        that are queued now. Only a step that calls this method may be computing in the pages."""
         with self.lock:
             if self.has_left(job):
                 return
@@ -357,7 +357,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
 
     def forget(self, job: DecodeJob) -> None:
         """Write no more of the job's blocks to the store, and release the leases on its
-        handed-over blocks. In the writer's thread."""
+        handed-over blocks. Runs in the writer's thread."""
         job.end_put()
         self.release_handed_over(job)
 
@@ -402,13 +402,13 @@ class DecodeWorker(JobWorker[DecodeJob]):
 class MessagePace:
     """Decides when new tokens are sent to a frontend. Not thread-safe.
 
-    A frontend keeps a minimum gap between two messages of a stream (token_streams.py). Keeping the
-    gap here saves messages, because one message has the tokens of several steps. A token waits at
-    most one step longer than in the frontend. So the gap is kept here only if steps are short.
+    A frontend keeps a minimum gap between two messages of a stream (token_streams.py). If the
+    worker keeps the same gap, it sends fewer messages, each with the tokens of several steps. But a
+    token may then wait one step longer. So the worker keeps the gap only if steps are short.
     """
 
     INBOXES_MAX = 256  # largest size of `_sent_s`; a restarted frontend has a new inbox
-    STEPS_MIN = 4  # steps are short if a gap has 4 or more; it then grows by a quarter at most
+    STEPS_MIN = 4  # steps are short if a gap has 4 or more; a gap grows by one step at most
 
     def __init__(self) -> None:
         self._sent_s: dict[str, float] = {}  # inbox -> start of its current gap (monotonic)
@@ -424,7 +424,7 @@ class MessagePace:
         """Whether to send a stream's unsent tokens now. True if `step_s` is 0 (unknown).
 
         `update_sent_s`: time of the stream's previous message. An engine may report a step's tokens
-        request by request, so each stream may send once in a gap.
+        request by request, so within a gap each stream may still send one message.
         """
         is_short = 0 < step_s * self.STEPS_MIN <= its_gap_s
         sent_s = self._sent_s.get(inbox, float("-inf"))

@@ -4,9 +4,8 @@ The worker loads KV, allocates pages, writes KV to the store and replies. The dr
 engine: step by step (step_driver.py), or as an engine that batches by itself (trtllm/). A driver
 reports the results of a job by calling methods of `PrefillWorker` or `DecodeWorker`.
 
-For each job the worker calls `check` at the submission, `start` when the cached KV is in the pages,
-and `abort` when the job leaves. It calls `free` after the writer's last task for the job. A job
-that leaves early is not started.
+For each job the worker calls `check` at the submission, `start` when the loaded KV is in the pages,
+and `abort` when the job leaves. The worker calls `free` after the writer's last task for the job.
 """
 
 from __future__ import annotations
@@ -61,12 +60,12 @@ class Driver(ABC, Generic[W, J]):
         """Raise a ServingError if this engine cannot serve the job. From any thread."""
 
     def has_room(self) -> bool:
-        """False: admit no further prompt now, even if there are pages. With the lock held."""
+        """False: admit no prompt now, even if pages are free. The caller holds the lock."""
         return True
 
     @abstractmethod
     def start(self, job: J) -> None:
-        """Begin to compute a job whose cached KV is in its pages. In a loader's or grammar thread.
+        """Begin to compute a job whose loaded KV is in its pages. Runs in the loading thread.
 
         The driver calls the worker's `join_batch`, which returns False if the job is leaving or has
         left. An exception fails the job.
@@ -81,20 +80,20 @@ class Driver(ABC, Generic[W, J]):
         """
 
     def abort(self, job: J) -> None:
-        """Stop computing this job. With the lock held. May be called before the job's start, and
-        after its end."""
+        """Stop computing this job. The caller holds the lock. The job may be over, or not started
+        yet."""
 
     @abstractmethod
     def free(self, job: J, pages: list[int], then: Callable[[], None] = lambda: None) -> None:
         """Release the pages of a job that has left, and call `then`.
 
-        The driver does both when the engine uses neither the pages nor the leased blocks. Called in
+        The driver waits until the engine uses neither the pages nor the leased blocks. Called in
         the writer's thread, after the writer's last task for the job.
         """
 
     @property
     def is_drained(self) -> bool:
-        """True if the driver has no work left for jobs that have left. With the lock held."""
+        """True if the driver has no work for jobs that have left. The caller holds the lock."""
         return True
 
     def series(self) -> Iterable[tuple[str, dict[str, str], float]]:
@@ -105,7 +104,7 @@ class Driver(ABC, Generic[W, J]):
 
     @property
     def is_available(self) -> bool:
-        """True if the engine can compute jobs. With the lock held."""
+        """True if the engine can compute jobs. The caller holds the lock."""
         return True
 
     @property
@@ -114,14 +113,14 @@ class Driver(ABC, Generic[W, J]):
         return MESSAGE_BYTES_MAX
 
     def on_message(self, message: WorkerMessage) -> None:
-        """Handle a message that the worker itself does not handle. In the inbox's thread."""
+        """Handle a message that the worker itself does not handle. Runs in the inbox's thread."""
 
     def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         """Load block i of `copies` into pages[i]. Returns the number of leading blocks loaded."""
         return loader.load_copies(copies, pages)
 
     def behind(self, job: J, action: Callable[[], None]) -> None:
-        """Run `action` when no other worker uses the leaving job's pages. With the lock held."""
+        """Run `action` when no other worker uses the job's pages. The caller holds the lock."""
         action()
 
     def close(self) -> None:
@@ -130,10 +129,10 @@ class Driver(ABC, Generic[W, J]):
 
 
 class DecodeDriver(Driver[W, J]):
-    can_preempt: bool = False  # True: between two steps, the engine's only state of a job is pages
+    can_preempt: bool = False  # True: between two steps, a job's only state is in its pages
 
     def has_read(self, job: J) -> bool:
-        """True if the handed-over KV is in the job's pages, so its leases may be released."""
+        """True if the handed-over KV is in the job's pages, so that its leases may be released."""
         return True
 
     @abstractmethod

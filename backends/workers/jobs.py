@@ -55,9 +55,9 @@ class Job(Generic[R, C]):
     request: R
     client: C
     submitted_s: float  # arrival at this worker (monotonic)
-    is_loading: bool = False  # a loader thread or a grammar thread has the job: it must not leave
+    is_loading: bool = False  # True: a loader or grammar thread uses the job, so it must not leave
     is_stopped: bool = False  # True after a Stop message
-    # Grammar matcher after all output tokens so far; created when the KV is loaded. None: not yet.
+    # Grammar matcher after all output tokens so far. None before the KV is loaded, or if not used.
     guide: Guide | None = None
     error: Exception | None = None  # the error with which the request fails
     request_id: str = field(init=False)
@@ -113,14 +113,14 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     def queue_s(self) -> float:
         """Time from the arrival to the last chunk without the loads and steps of this prompt.
 
-        The prompt waited for pages, a loader, another prompt's blocks, or the engine.
+        In this time, the prompt waited for pages, a loader, another prompt's blocks, or the engine.
         """
         waited_s = self.computed_at_s - self.submitted_s - self.load_s - self.compute_s
         return max(0.0, waited_s)
 
     def first_token(self, token_id: int) -> FirstToken | None:
         """The message with the first token. None if the request has no reply inbox, or if the
-        token may end the output. With stop words every token may end it."""
+        token may end the output. If there are stop words, every token may end the output."""
         sampling = self.request.sampling
         output_tokens = len(self.token_ids) - self.request.prompt_tokens + 1
         is_last = output_tokens >= sampling.max_tokens or token_id in sampling.end_ids
@@ -194,7 +194,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         super().__init__(request=request, client=client, submitted_s=time.monotonic())
         self._incarnation = incarnation
         self.token_ids: list[int] = ids.tolist()
-        self.tokens_given = len(self.token_ids)  # prompt and output tokens at the arrival
+        self.tokens_given = len(self.token_ids)  # number of tokens at the arrival
         self.prompt_ids = self.token_ids[: request.prompt_tokens]
         self.output_ids = self.token_ids[request.prompt_tokens :]
         self.arrival: Arrival | None = None  # its pages and their contents; None: no pages
@@ -210,7 +210,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.filled: list[int] = []  # blocks filled by decoding and not yet written to the store
         self.saved_blocks = 0  # number of leading blocks whose KV is complete in the pages
         self._put: BlockPut | None = None
-        self.saved: list[BlockRef] | None = None  # all KV, in the store, if it was preempted
+        self.saved: list[BlockRef] | None = None  # KV that a preemption stored; None: no preemption
         before = self.token_ids[-1 - CONTEXT_TOKENS : -1]
         sampling = request.sampling
         decided = len(self.output_ids) - 1
@@ -221,7 +221,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
             sampling.end_ids,
             max(sampling.min_tokens - decided, 0),
         )
-        # The frontend has already sent the text of this token, made by the same function.
+        # The frontend has made the same delta of this token, so the delta is not used here.
         self._text.push([self.token_ids[-1]], logprobs=request.first_logprobs)
         self._unread_ids: list[int] = []  # decoded tokens not yet pushed into the text
         self._pending: list[OutputDelta] = []  # output deltas of the next message
@@ -262,7 +262,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         return self.request.blocks if self.saved is None else self.saved
 
     def give_up_pages(self) -> BlockPut:
-        """Return the blocks to write to the store before the pages of this job are released."""
+        """Forget the job's pages. Returns the writes to do before the pages are released."""
         put = self._new_put()
         self.arrival, self._put = None, None
         return put
@@ -291,7 +291,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.output_ids.append(token_id)
         sampling = self.request.sampling
         self._unread_ids.append(token_id)
-        if sampling.stop_words:  # search the text now; else it is made for the next message
+        if sampling.stop_words:  # without stop words, text is made only for a message
             self._read_text()
         if self._text.is_stopped:
             self.finish_reason = "stop_word"
@@ -320,7 +320,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
 
     @property
     def waits_for_more(self) -> bool:
-        """True if tokens may be delayed: messages are limited, and the first one was sent."""
+        """True if tokens may be delayed, because messages are limited and the first was sent."""
         return self.request.messages_per_s_max > 0 and self._tokens_before > 0
 
     def take_update(self) -> TokenUpdate:

@@ -5,12 +5,12 @@ computes the other tokens, together with other prompts. During the computation, 
 (kv_writer.py) copies the KV to the store. The worker replies after the last block is committed.
 Threads: the engine's thread runs the engine loop (worker.py), loaders read KV, a writer stores KV.
 
-Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer. A
-loader reads the cached prefix's next layer while a layer is computed. The layer comes from the
-local or a remote node, and goes into layer ring buffers: room for three layers of each block
+Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer.
+Exception: a short, mostly cached prompt is computed in chunks (engine/batching/batching.py). While
+a layer is computed, a loader reads the cached prefix's next layer from the local or a remote node.
+It goes into layer ring buffers, which have room for three layers of each block
 (engine/batching/layer_passes.py). Layers from a remote node are also written to the local node. If
 a block is missing, the prompt starts again, and its prefix is first fetched to the local node.
-Exception: a short, mostly cached prompt is computed in chunks (engine/batching/batching.py).
 
 Not here: Triton's API (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
 """
@@ -49,7 +49,7 @@ from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
-# Layer-wise attempts of a prompt that may use the cached prefix. The next one computes all tokens.
+# After this many layer-wise attempts with its cached prefix, a prompt is computed without it.
 TRACED_MAX = 3
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
         self._blocked: list[PrefillJob] = []  # each waits for a block that another prompt produces
-        self._broken: list[PrefillJob] = []  # layer-wise prompts whose prefix has lost a block
+        self._broken: list[PrefillJob] = []  # layer-wise prompts that must start again
         self._nodes_read: set[str] = set()  # nodes from which a layer is being loaded
         store = self.process.store
         store.expect_threads(self.loaders)
@@ -82,7 +82,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             driver.engine.pages,
             config.block_tokens,
             config.chunk_tokens,
-            slots_max=config.kv_pages,  # no limit beside the pages: a prompt takes at least one
+            slots_max=config.kv_pages,  # no further limit, because each prompt takes a page
             waiting_max=config.queue_requests_max,
             overhead_tokens=self.estimate.overhead_tokens,
             rings=self._rings,
@@ -180,7 +180,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def _bring_prefix(self, job: PrefillJob) -> bool:
         """Load the cached prefix, or locate it for layer-wise prefill. False if the job is blocked
-        by another prompt. Loader's thread."""
+        by another prompt. Runs in a loader's thread."""
         job.loading_from_s = started_s = time.monotonic()
         self.process.owners.hold(job.request_id, started_s, job.put.keys)
         if not job.is_leaving and not self._load_prefix(job):
@@ -189,7 +189,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def _load_prefix(self, job: PrefillJob) -> bool:
-        """As `_bring_prefix`. A job is blocked while another prompt produces its next block."""
+        """As `_bring_prefix`. A job is blocked while another prompt produces the block it needs."""
         put = job.put
         found = self._prefixes.find(put.keys, job.request_id)
         with self.lock:
@@ -225,7 +225,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         """True if a layer-wise prompt produces the block, and is after this job in queue order.
 
         A layer-wise prompt completes its blocks only with its last layer. Computing the block a
-        second time is faster than waiting for that. The caller holds the lock.
+        second time is faster than waiting for the last layer. The caller holds the lock.
         """
         leader = self.jobs.get(self._single_flight.owner_of(key) or "")
         if leader is None or leader.layers is None:
@@ -251,7 +251,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def _load_layers_soon(self) -> None:
         """Start loading each prompt's next layer, in queue order, with the lock held.
 
-        A node sends one layer at a time. The layer that is needed first has the whole bandwidth.
+        A node sends one layer at a time, so the layer that is needed first has all its bandwidth.
         """
         for request_id, layer in self.batching.layers_to_load():
             job = self.jobs[request_id]
@@ -265,7 +265,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def _load_layer(self, job: PrefillJob, layers: LayeredJob, layer: int) -> None:
         """Load one layer of the prefix into the ring buffers, and report it to the batching. If a
-        block is missing, the prompt starts again. Loader's thread."""
+        block is missing, the prompt starts again. Runs in a loader's thread."""
         started_s, prefix, has_arrived = time.monotonic(), layers.prefix, False
         assert prefix is not None and job.put.rings is not None, job.request_id
         error: Exception | None = None
@@ -301,7 +301,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.lock.notify_all()
 
     def layer_stored(self, job: PrefillJob) -> None:
-        """Report to the batching that the job's next layer is stored. Writer's thread."""
+        """Report to the batching that a layer is stored. Runs in the writer's thread."""
         with self.lock:
             if not self.has_left(job):
                 self.batching.layer_stored(job.request_id)
@@ -359,7 +359,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def answer_early(self, job: PrefillJob, token_id: int) -> None:
         """Reply after the writer's queued tasks, but keep the job until `over`.
 
-        For engines that hand KV over by themselves. Writing to the store continues after the reply.
+        Used with engines that hand KV over by themselves. Their KV is stored after the reply.
         """
         self.writer.then(lambda: job.client.prefilled(token_id, self._reply(job)))
 
@@ -379,7 +379,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.driver.behind(job, functools.partial(self.writer.then, left))
 
     def _left(self, job: PrefillJob, pages: list[int]) -> None:
-        """Release pages, slots and leases, and send the error to the client. Writer's thread."""
+        """Release all resources, and send the client the error. Runs in the writer's thread."""
         release = functools.partial(self.process.owners.release, job.request_id)
         self.driver.free(job, pages, release)
         self._settle(job, None)
@@ -389,7 +389,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         job.client.fail(job.error or job.put.error or Cancelled("the request was stopped"))
 
     def _answer(self, job: PrefillJob, token_id: int) -> None:
-        """Reply, or fail the job if a write failed. Writer's thread, after the last commit."""
+        """Reply, or fail the job if a write failed. Runs in the writer's thread, after all writes."""
         if job.put.error is not None:
             self.fail(job, job.put.error)
             return
@@ -404,7 +404,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
         """Remove a successful job and release its pages. False if the job has left or failed.
-        `keep_leases`: the leases stay for the decode worker. Writer's thread."""
+        `keep_leases`: the leases stay for the decode worker. Runs in the writer's thread."""
         with self.lock:
             if self.has_left(job) or job.error is not None:
                 return False

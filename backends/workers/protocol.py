@@ -6,9 +6,9 @@ are a tensor, all other fields one MessagePack string. `CallLimits` validates th
 *Messages* go over ZeroMQ to the inbox of one process. While a config.pbtxt reloads, two processes
 serve the same model name, so a name would not identify the receiver. Messages stop a request,
 announce handed-over layers, stream tokens (token_streams.py), and report which requests are alive.
-Others carry the steps of a pipeline group: prefill workers that each compute some of the layers. A
-lost message is harmless. An announcement only saves time, a stop is sent again, and a gap in the
-tokens is detected. A pipeline group starts a new epoch (pipeline/group.py). An inbox drops messages
+They also carry the steps of a pipeline group: prefill workers that each compute some of the layers.
+Messages may be lost. An announcement only saves time, a stop is sent again, and a gap in the tokens
+is detected. A pipeline group starts a new epoch (pipeline/group.py). An inbox drops messages
 without the secret that the processes of one launch or deployment share (launch_secret.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
@@ -53,15 +53,15 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True):
     index: int
     node_id: str  # storage node
     slot: int  # in the node's memory segment
-    generation: int  # of the slot, which gets a new one at each use
+    generation: int  # of the slot's content; each use of the slot has another generation
     checksum: int  # of the whole block; 0 if only some layers are written
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     """Compute the KV of input_ids and sample one token.
 
-    The first `prompt_tokens` of input_ids are the prompt. If the request resumes after a decode
-    worker's failure, the output tokens that the client already has follow.
+    The first `prompt_tokens` of input_ids are the prompt. If the request resumes after a lost
+    attempt, the output tokens that the client already has follow the prompt.
     """
 
     request_id: str  # of this attempt; a further attempt has another id
@@ -90,7 +90,7 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     fetched_blocks: int  # blocks brought from other nodes, or from the local node's SSD
     fetched_bytes: int
     blocks: list[BlockRef]  # all KV of the request; the last block may be partial
-    queue_s: float  # time neither loading nor computing
+    queue_s: float  # from the arrival to the last chunk, without `load_s` and `compute_s`
     load_s: float  # loading the cached prefix
     compute_s: float
     put_s: float  # from the end of the computation to this reply
@@ -116,11 +116,11 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     tbt_slo_s: float = 0.0  # reject the request if a step with it would take longer; 0: no limit
     native: bytes = b""  # PrefillReply.native
     is_resumed: bool = False  # as in PrefillRequest
-    # Logprobs of the last of input_ids, if requested. That token is held back if its text may begin
-    # a stop word. Then this worker sends the token later, with these logprobs.
+    # Logprobs of the last of input_ids, if requested. If the token's text may begin a stop word, no
+    # client has it yet, and this worker sends the token later, with these logprobs.
     first_logprobs: list[TokenLogprobs] = []
     trace_id: str = ""  # for the worker's log
-    priority: int = 0  # a request of higher priority waits less, and may preempt lower ones
+    priority: int = 0  # requests of higher priority go first, and may preempt those of lower
     # Limit on the frontend's messages to all its clients, per second; 0: no limit. The worker also
     # keeps the resulting gaps (`gap_s`), because one message then has the tokens of several steps.
     messages_per_s_max: float = 0.0
@@ -137,14 +137,14 @@ class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True
     finish_reason: str  # "end_id" | "stop_word" | "length" | "cancelled"
     queue_s: float = 0.0  # from the arrival to the load of the handed-over KV
     load_s: float = 0.0
-    loaded_early_blocks: int = 0  # blocks complete in the pages when that load began
+    loaded_early_blocks: int = 0  # blocks that were complete in the pages when the load began
     read_bytes: dict[str, int] = {}  # transport -> bytes read for the request
     logprobs: list[TokenLogprobs] = []  # of each token in the reply, or empty
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
-    """Sent instead of a reply if the request failed. An error of Triton has a text but no class,
-    and Triton 2.51 may lose an error that follows other responses."""
+    """Sent instead of a reply if the request failed. An error of Triton would not do: it has no
+    class, and Triton 2.51 may lose an error that follows other responses."""
 
     message: str  # of ServingError.wire_message, with the error's class
 
@@ -178,7 +178,7 @@ class TakeRole(msgspec.Struct, frozen=True, tag="take_role"):
     """Finish all requests, then register as a worker of this role (frontend -> worker)."""
 
     role: str  # "prefill" | "decode"
-    incarnation: str  # of the receiver; a receiver that has restarted or changed its role differs
+    incarnation: str  # of the receiver; a process of another incarnation ignores the message
 
 
 class TokenUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -285,7 +285,7 @@ class StageStep(msgspec.Struct, frozen=True, tag="step"):
     epoch: str
     number: int  # 0, 1, 2, ... within an epoch
     works: list[StageWork]
-    error: str = ""  # error of an earlier stage: no hidden states, and nothing to compute
+    error: str = ""  # error of an earlier stage, which sends no hidden states; "": no error
 
 
 class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
@@ -350,7 +350,7 @@ def inbox_address(name: str) -> str:
         return f"tcp://{host}:0"
     folder = os.environ["MOONCAKE_SOCKETS"]
     if len(os.fsencode(f"{folder}/{name}")) > PATH_BYTES_MAX:
-        name = name.rpartition("-")[2]  # the incarnation, which no other process has
+        name = name.rpartition("-")[2]  # the incarnation alone, which is shorter and unique
     return f"ipc://{folder}/{name}"
 
 

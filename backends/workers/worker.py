@@ -1,7 +1,7 @@
 """Common part of prefill and decode workers: jobs, the lock that guards them, the engine loop.
 
-Each turn of the engine loop drops leaving jobs, admits waiting jobs, and lets the driver compute a
-step. Jobs join and leave between two steps only, so a step never loses its pages.
+Each turn of the engine loop drops stopped and failed jobs, admits waiting jobs, and lets the driver
+compute a step. Jobs join and leave between two steps only, so a step never loses its pages.
 
 Not here: inputs and results of a job (prefill_worker.py, decode_worker.py), the engine (driver.py),
 the cluster (worker_process.py).
@@ -42,7 +42,7 @@ J = TypeVar("J", bound=Job[Any, Any])
 
 
 class JobWorker(ABC, Generic[J]):
-    """A worker of either role. The role implements `_admit` and `_drop_leaving`."""
+    """Base class of both roles. A role implements `_admit` and `_drop_leaving`."""
 
     role: str  # "prefill" | "decode"
     loaders: int  # number of threads that load KV
@@ -63,8 +63,8 @@ class JobWorker(ABC, Generic[J]):
         self.lock = threading.Condition()  # guards jobs, batching, pages and the driver's state
         self.jobs: dict[str, J] = {}
         self.is_closing = False
-        self.is_draining = False  # an operator drains this host: new jobs are rejected
-        self.is_changing = False  # its role will change; jobs routed here earlier are accepted
+        self.is_draining = False  # True: an operator drains this worker, which rejects new jobs
+        self.is_changing = False  # True: its role will change, but it still accepts jobs
         self.on_take_role: Callable[[TakeRole], None] = self._keep_role
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
@@ -99,13 +99,13 @@ class JobWorker(ABC, Generic[J]):
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def _serve(self) -> None:
-        """Run the engine and join the cluster. The last call of a role's constructor."""
+        """Run the engine and join the cluster. A role's constructor calls this last."""
         self._thread.start()
         self.process.join()
         self._is_ready.set()
 
     def stop(self, request_id: str) -> None:
-        """Stop a request between two steps. A decode worker also rejects it if it comes later."""
+        """Stop a request between two steps. A decode worker rejects a request that comes later."""
         with self.lock:
             if request_id in self.jobs:
                 self.jobs[request_id].is_stopped = True
@@ -117,7 +117,7 @@ class JobWorker(ABC, Generic[J]):
     def report(self) -> WorkerReport: ...
 
     def _report(self, **of_role: Any) -> WorkerReport:
-        """The report with the role's numbers of its queue and batch. With the lock held."""
+        """The report with the role's numbers of its queue and batch. The caller holds the lock."""
         return WorkerReport(
             worker_id=self.process.worker_id,
             incarnation=self.process.incarnation,
@@ -129,7 +129,7 @@ class JobWorker(ABC, Generic[J]):
 
     @property
     def is_idle(self) -> bool:
-        """True without jobs, expected hand-overs, and pages that a transfer could still write."""
+        """True if there are no jobs, no expected hand-overs, and no pages in use."""
         with self.lock:
             waits = self.jobs or self.batching.waiting or self.batching.admitted
             return not waits and not self._pages.used_pages and self.driver.is_drained
@@ -158,7 +158,7 @@ class JobWorker(ABC, Generic[J]):
         for job in self._unfinished(give_up_s):
             self.fail(job, WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._thread.join(timeout=5.0)
-        for pool in (self._loading, self._guiding):  # in this order: loaders submit to `_guiding`
+        for pool in (self._loading, self._guiding):  # loaders, which submit to `_guiding`, first
             pool.shutdown(wait=True, cancel_futures=True)
         self.writer.close()
         for job in list(self.jobs.values()):  # jobs that the engine loop did not drop in time
@@ -192,16 +192,16 @@ class JobWorker(ABC, Generic[J]):
             self.lock.notify_all()
 
     def has_left(self, job: J) -> bool:
-        """True if the job has been removed from `jobs`. With the lock held."""
+        """True if the job has been removed from `jobs`. The caller holds the lock."""
         return self.jobs.get(job.request_id) is not job
 
     # -- accepting and loading jobs
 
     def _refuse(self, job: J) -> None:
-        """Raise a ServingError if the worker cannot accept the job. With the lock held."""
+        """Raise a ServingError if the worker cannot accept the job. The caller holds the lock."""
         name = self.process.worker_id
         if self.process.is_lost:
-            raise WorkerGone(f"{name} has lost its engine")
+            raise WorkerGone(f"{name} has failed, and its process exits")
         if self.is_closing:
             raise WorkerGone(f"{name} is shutting down")
         if self.is_draining:
@@ -213,7 +213,7 @@ class JobWorker(ABC, Generic[J]):
         return Tokenizer.load(self._checkpoint)
 
     def _guide(self, job: J) -> bool:
-        """Create the job's grammar matcher, advanced by the output tokens that it already has.
+        """Create the job's grammar matcher, advanced by the job's earlier output tokens.
 
         Returns True. Raises InvalidRequest.
         """
@@ -230,10 +230,10 @@ class JobWorker(ABC, Generic[J]):
         )
 
     def _load(self, job: J, load: Callable[[J], bool]) -> None:
-        """Run `load`, then start the job. In a loader's thread.
+        """Run `load`, then start the job. Runs in a loader's thread.
 
-        If `load` returns False, the role must call this again later. A grammar matcher is created
-        after `load`, in another thread, because compiling a schema may take a second.
+        If `load` returns False, the role must call this again later. Another thread creates a
+        grammar matcher after `load`, because compiling a schema may take a second.
         """
         needs_guide = bool(job.request.sampling.guided_json) and self.driver.draws_by_guide
         try:
@@ -259,7 +259,7 @@ class JobWorker(ABC, Generic[J]):
         return problem
 
     def _may_join(self, job: J) -> bool:
-        """Record that the job is loaded. False if it is leaving or has left. With the lock held."""
+        """Record that a job is loaded. False: it leaves or has left. The caller holds the lock."""
         job.is_loading = False
         self.lock.notify_all()
         return not self.has_left(job) and not job.is_leaving
@@ -319,8 +319,8 @@ class JobWorker(ABC, Generic[J]):
 
     @abstractmethod
     def _drop_leaving(self) -> None:
-        """Drop stopped and failed jobs that no thread is loading. With the lock held."""
+        """Drop stopped and failed jobs that no thread is loading. The caller holds the lock."""
 
     @abstractmethod
     def _admit(self) -> None:
-        """Allocate pages for waiting jobs and start their loads. With the lock held."""
+        """Allocate pages for waiting jobs and start their loads. The caller holds the lock."""
