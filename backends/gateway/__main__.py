@@ -1,7 +1,7 @@
 """`python -m backends.gateway`: one gateway process in front of a frontend's gRPC port.
 
-`mooncake serve --openai-port` starts it (backends/launcher/gateways.py). An operator can also start
-it in front of any Triton with the conductor. MOONCAKE_API_KEYS names the file of API keys.
+`mooncake serve --openai-port` starts gateways (backends/launcher/gateways.py). An operator can also
+start one in front of any Triton with the conductor. MOONCAKE_API_KEYS names the file of API keys.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def main(
         bool, typer.Option("--shared", help="Other gateway processes use this port too.")
     ] = False,
     metrics: Annotated[
-        str, typer.Option(help="HOST:PORT of the page for /metrics; default: its own page.")
+        str, typer.Option(help="HOST:PORT of the launcher's metrics page; default: its own page.")
     ] = "",
     own_metrics_port: Annotated[
-        int, typer.Option(help="Loopback port of this process' own page; 0: none.")
+        int, typer.Option(help="Loopback port of this process's metrics page; 0: none.")
     ] = 0,
     certificate: Annotated[str, typer.Option(help="PEM file: serve HTTPS.")] = "",
     private_key: Annotated[str, typer.Option(help="PEM file of its key.")] = "",

@@ -51,7 +51,7 @@ from backends.tracing.export import Tracing
 from backends.tracing.trace_context import TRACEPARENT
 
 PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
-# Paths of OpenAI's interface that are not supported -> the end of the error message.
+# Path of OpenAI's interface that is not supported -> end of the error message.
 UNSUPPORTED_PATHS = {
     "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "it serves models that generate text",
@@ -59,9 +59,9 @@ UNSUPPORTED_PATHS = {
     "/v1/images/edits": "it serves models that generate text",
     "/v1/images/variations": "it serves models that generate text",
 }
-LONG_BODY_BYTES = 256 * 1024  # bytes; longer bodies are parsed in another thread
-LEFT = 499  # status for a client that disconnected; not a standard one
-# Field of /v1/models, for load generators (max_model_len as in vLLM) -> the conductor's name.
+LONG_BODY_BYTES = 256 * 1024  # a longer body is parsed in another thread
+LEFT = 499  # status for a client that disconnected; nginx's, not in the HTTP standard
+# Field of /v1/models that load generators read -> name of the value in the conductor's description.
 FACTS = {
     "max_model_len": "context_tokens_max",
     "block_tokens": "block_tokens",
@@ -75,8 +75,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
     frontend: str  # HOST:PORT of the frontend's gRPC endpoint
-    metrics: str = ""  # HOST:PORT of the launcher's metrics page; "": this process' own page
-    name: str = "gateway-0"  # name of this process
+    metrics: str = ""  # HOST:PORT of the launcher's metrics page; "": no launcher
+    name: str = "gateway-0"  # name of this process in metrics and traces
     body_bytes_max: int = BODY_BYTES_MAX
 
     @property
@@ -96,7 +96,7 @@ class Gateway:
         self.counts = GatewayCounts(options.name)
         self._tokenizing = Tokenizing()
         self._has_keys = keys is not None
-        self.own_readers: set[object] = set()  # open connections to this process' own metrics page
+        self.own_readers: set[object] = set()  # open connections to this process's metrics page
         self._live = LiveStatus(options.metrics_url, self._cluster)
         self._started_s = int(time.time())
         routes = self._routes()
@@ -185,8 +185,8 @@ class Gateway:
         return generate
 
     async def _served(self, name: str) -> ServedModel:
-        """The served model of this name; "" stands for any model. Probes the frontend if no probe
-        has succeeded yet. Raises HttpRefusal: 503 without a frontend, 404 for another name."""
+        """The served model, if it has this name or `name` is "". Probes the frontend if no probe
+        has succeeded yet. Raises HttpRefusal 503 without a frontend, and 404 for another name."""
         if self.calls.served is None:
             await self.calls.probe(waits=True)
         if (served := self.calls.served) is None:
@@ -212,7 +212,7 @@ class Gateway:
         return _json(await self._facts(name))
 
     async def _facts(self, name: str) -> dict[str, object]:
-        """A model in OpenAI's format, with FACTS if the frontend answers."""
+        """The served model in OpenAI's format, with the FACTS that the conductor describes."""
         served = await self._served(name)
         facts = await self.calls.describe_model()
         found: dict[str, object] = {
@@ -230,14 +230,15 @@ class Gateway:
         return _json({"status": "alive"})
 
     async def ready(self) -> Response:
-        """The result of the latest probe of the frontend. While this process drains, 503."""
+        """Status 200 if the latest probe of the frontend succeeded and this process does not drain;
+        otherwise 503."""
         if self.doors.is_draining:
             return _json({"status": "draining"}, 503)
         is_ready = self.calls.is_ready
         return _json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
 
     async def page(self) -> Response:
-        """The status page without data. It reads /status, which may require an API key."""
+        """The status page without data. Its script reads /status, which may need an API key."""
         return page()
 
     async def status(self, request: Request) -> Response:
@@ -250,8 +251,8 @@ class Gateway:
         return await self.calls.describe(CLUSTER, parameters)
 
     async def metrics(self, request: Request) -> Response:
-        """The launcher's metrics page. With API keys, it lacks the series of other tenants. Without
-        a launcher, this process' own page. Raises HttpRefusal 503 if the launcher is silent."""
+        """The launcher's metrics page, or without a launcher the page of this process. With API
+        keys, series of other tenants are removed. Raises HttpRefusal 503 if the page is missing."""
         if not self.options.metrics:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:
@@ -270,13 +271,13 @@ class Gateway:
     async def _refused(
         self, request: Request, refusal: Exception, more: Mapping[str, str] | None = None
     ) -> Response:
-        """`more`: headers in addition to those of the refusal's status."""
+        """Count the refusal and make its response. `more`: further headers."""
         assert isinstance(refusal, HttpRefusal)
         self.counts.refusals[refusal.code] += 1
         return refusal_response(refusal, more)
 
     async def _left(self, request: Request, _: Exception) -> Response:
-        """The client disconnected before its body arrived, so it does not receive the answer."""
+        """The client disconnected before the body arrived, so it does not receive this response."""
         self.counts.left += 1
         return Response(status_code=LEFT)
 
@@ -290,16 +291,14 @@ class Gateway:
         return await self._refused(request, HttpRefusal(404, "path_not_found", what))
 
     async def _defect(self, request: Request, error: Exception) -> Response:
-        """The answer to an unexpected exception, whose traceback uvicorn logs."""
+        """The answer after an unexpected exception. uvicorn logs the traceback."""
         what = f"{type(error).__name__}: {error}"
         return await self._refused(request, HttpRefusal(500, "internal_error", what))
 
 
 async def read_body(request: Request, read: Callable[[object], T]) -> T:
-    """`read` applied to the request's JSON body. Raises HttpRefusal, or ClientDisconnect.
-
-    A long body is parsed in another thread, because parsing would stall the event loop's streams.
-    """
+    """Receive the request's JSON body and return `read` of it. Raises HttpRefusal, or
+    ClientDisconnect. A long body is parsed in another thread, so that no stream waits for it."""
     body = b"".join([part async for part in request.stream()])
     if len(body) <= LONG_BODY_BYTES:
         return read(decoded(body))
@@ -314,8 +313,9 @@ def decoded(body: bytes) -> object:
 
 
 def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayRequest:
-    """The request with the tenant of its API key and a proof for the frontend. Without API keys
-    (`tenant` None), the request itself. Raises HttpRefusal 403 if it names another tenant."""
+    """The request with its API key's tenant, and with a proof of the tenant for the frontend. If
+    `tenant` is None (no API keys), the request is unchanged. Raises HttpRefusal 403 if the request
+    names another tenant."""
     if tenant is None:
         return request
     named = request.parameters.get("tenant", tenant.name)

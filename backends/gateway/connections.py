@@ -1,16 +1,17 @@
-"""Limits of client connections: their number, the time of their requests, their unread bytes.
+"""Limits of client connections: their number, and the times of slow and silent clients.
 
-uvicorn implements HTTP/1.1. This module limits the time in which a request arrives, the time in
-which a client does not read its answer, and the number of connections. Otherwise a client could
-hold these without end. The module rejects requests that are not HTTP, in OpenAI's error format. It
-detects a disconnected client even if the client sent bytes after its request.
+uvicorn implements HTTP/1.1, but has no such limits. This module limits the time in which a request
+arrives, the time for which an unread answer fills the send buffer, and the number of connections.
+It rejects requests that are not HTTP, in OpenAI's error format. It detects a disconnected client
+even if the client sent bytes after its request.
 
-The time limit of a connection's first head begins with the connection. The limit of a later head
-begins with its first byte, and the limit of a body after the head. Received bytes extend no limit.
+The time limit of a connection's first head (request line and headers) begins with the connection.
+The limit of a later head begins with the first byte of this head, and the limit of a body begins
+after the head. Received bytes do not extend a limit.
 
-Connections count from `accept` on, before TLS. When the limit of one address or of all addresses is
-reached, the connection that has been idle longest is closed. If none is idle, the new connection is
-rejected. Silent clients and a single address therefore cannot block other clients.
+A connection counts from `accept` on, before TLS. When the limit of one address or of all addresses
+is reached, the connection that has been idle longest is closed. If none is idle, the new connection
+is rejected. Silent clients and a single address therefore cannot block other clients.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.statuses import HttpRefusal, unavailable
 
-HEAD_S_MAX = 10.0  # limit of receiving the head of a request
-BODY_S_MAX = 60.0  # limit of receiving the body of a request
-STALLED_S_MAX = 60.0  # a client that reads nothing of its answer for so long is disconnected
-KEEP_ALIVE_S = 75  # limit of an idle connection between two requests
-HANDSHAKE_S_MAX = 10.0  # limit of a TLS handshake
+HEAD_S_MAX = 10.0  # seconds in which the head of a request must arrive
+BODY_S_MAX = 60.0  # seconds in which the body of a request must arrive
+STALLED_S_MAX = 60.0  # seconds for which an unread answer may fill the send buffer
+KEEP_ALIVE_S = 75  # seconds for which a connection may be idle between two requests
+HANDSHAKE_S_MAX = 10.0  # seconds in which a TLS handshake must end
 CONNECTIONS_MAX = 2048  # connections of one process
 OF_ADDRESS_MAX = 1024  # connections of one address; all clients of a proxy share one address
-REFUSED_MAX = 64  # connections beyond CONNECTIONS_MAX that receive an error; others are closed
-AHEAD_BYTES_MAX = 65_536  # bytes that a client may send after a request before its answer
+REFUSED_MAX = 64  # connections above CONNECTIONS_MAX that get an error; further ones are closed
+AHEAD_BYTES_MAX = 65_536  # bytes that a client may send after a request before it gets the answer
 # With these keep-alive probes, the loss of a client's host is detected within a minute.
 PROBE_IDLE_S, PROBE_EVERY_S, PROBES_MAX = 30, 10, 3
 HEAD, BODY = "head", "body"
@@ -48,10 +49,10 @@ class AcceptedConnection(socket.socket):
     """A connection in its listener's table, from `accept` to `close`."""
 
     address = ""  # the client's IPv4 address, or the /64 network of its IPv6 address
-    idle_s: float | None = None  # event loop's time at which it became idle; None: in a request
+    idle_s: float | None = None  # event loop's time since which it is idle; None: in a request
     is_shaking = False  # True during the TLS handshake
-    is_over = False  # True if there are too many connections, so that this one is rejected
-    table: set[AcceptedConnection] | None = None
+    is_over = False  # True: this connection is rejected, because there are too many
+    table: set[AcceptedConnection] | None = None  # table that counts it; None: not counted
 
     def close(self) -> None:
         self._leave_table()
@@ -70,13 +71,13 @@ class AcceptedConnection(socket.socket):
 
 
 class BoundedListener(socket.socket):
-    """A listening socket of one event loop, which limits accepted connections."""
+    """A listening socket of one event loop. It limits the number of accepted connections."""
 
     has_tls = False
 
     def accept(self) -> tuple[socket.socket, Any]:
         """Raises BlockingIOError if no client waits, or if the new connection was closed. asyncio
-        then calls again in the loop's next turn, so a flood of clients does not stall the loop."""
+        then calls again in the next turn of the loop, so a flood of clients does not stall it."""
         descriptor, address = self._accept()  # type: ignore[attr-defined]
         connection = AcceptedConnection(self.family, self.type, self.proto, descriptor)
         if self._admit(connection, str(address[0])):
@@ -89,11 +90,11 @@ class BoundedListener(socket.socket):
         return set()
 
     def of(self, descriptor: int) -> AcceptedConnection | None:
-        """The accepted connection with this descriptor; None if the table has none."""
+        """The accepted connection with this file descriptor, or None."""
         return next((each for each in self.connections if each.fileno() == descriptor), None)
 
     def _admit(self, connection: AcceptedConnection, host: str) -> bool:
-        """Add the connection to the table, making room if needed; False if it must be closed."""
+        """Add the connection to the table, and close an idle one if needed. False: no room."""
         if len(self.connections) >= CONNECTIONS_MAX + REFUSED_MAX:
             return False
         loop = asyncio.get_running_loop()
@@ -127,7 +128,7 @@ def _end_handshake(connection: AcceptedConnection) -> None:
 
 
 def network_of(host: str) -> str:
-    """The IPv4 address, or the /64 network of an IPv6 address, because a client owns a /64."""
+    """The IPv4 address, or the /64 network of an IPv6 address, because a client has a whole /64."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -172,8 +173,8 @@ class BoundedConnection(H11Protocol):
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.DONE and self.flow.read_paused:
-            # uvicorn would resume reading only after the answer, and detect only then that the
-            # client has disconnected.
+            # uvicorn stops reading until the answer is sent. This module resumes reading, because
+            # only a read detects that the client has disconnected.
             if len(self.conn.trailing_data[0]) > AHEAD_BYTES_MAX:
                 self.transport.abort()
                 return
@@ -227,7 +228,7 @@ class BoundedConnection(H11Protocol):
             self._stalled = None
 
     def _refuse(self, refusal: HttpRefusal) -> None:
-        """Send the refusal unless an answer has begun, and close the connection."""
+        """Send the refusal, unless an answer has begun. Then close the connection."""
         self._counts.refusals[refusal.code] += 1
         self._await("")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -243,7 +244,7 @@ class BoundedConnection(H11Protocol):
                 h11.EndOfMessage(),
             )
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
-        if self.cycle is not None:  # stops the request's handler, so that it sends no second answer
+        if self.cycle is not None:  # end the request's handler, so that it sends no second answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.transport.close()

@@ -1,8 +1,8 @@
 """Checks and counts of every request before its route.
 
-This middleware reads or makes the request id (`X-Request-Id`) and checks the API key if keys are
-configured. It limits the body, rejects new requests while the process drains, and counts requests.
-It is plain ASGI, so that each message of an answer costs only one more call.
+This middleware reads or makes the request id (`X-Request-Id`), and checks the API key if keys are
+configured. It limits bodies, rejects new requests while the process drains, and counts requests.
+It is plain ASGI, so it adds only one call to each message of an answer.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from backends.tenants import ApiKeys
 from mooncake_store.keys.curve import is_loopback
 from mooncake_store.wire.addresses import is_number
 
-BODY_BYTES_MAX = 16 * 2**20  # more than the conductor's 4 MiB of text, because of token ids
+# The conductor's limit is 4 MiB of text, but a prompt of token ids has more bytes as JSON.
+BODY_BYTES_MAX = 16 * 2**20
 BODIES_MAX = 16  # limit of all bodies whose answers have not begun, in units of body_bytes_max
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 REQUEST_ID_HEADER = b"x-request-id"
-# Paths that need no API key and are served during a drain, because load balancers and probes have
-# no key. The status page at / has a field for the key.
+# Paths that need no API key and are served during a drain. Load balancers and probes have no key.
+# The status page at / asks for the key itself.
 OPEN_PATHS = {"/", "/health", "/ready"}
 OTHER_PATH = "other"
-# A request with two headers of one of these names is rejected. A proxy in front of the gateway
-# might use the other header, and so read another tenant or another end of the request.
+# A request that repeats one of these headers is rejected. A proxy in front of the gateway might
+# use the first header and the gateway the second, and so see another key or another body.
 SINGLE_HEADERS = (b"authorization", b"content-length", b"transfer-encoding", b"host")
 AMBIGUOUS = (
     "the request has two values for its key, its host or its length; send one Authorization, one "
@@ -42,10 +43,10 @@ FOREIGN_PAGE = (
     "this request comes from a page of another site, which is refused without API keys; give the "
     "server keys (--api-keys)"
 )
-# Against DNS rebinding: a page of another site whose own DNS name points to this machine.
+# Protection from DNS rebinding, in which a web page's own DNS name points to this machine.
 FOREIGN_NAME = (
     "{host} may be a foreign DNS name for this machine; without API keys call localhost or an "
-    "address, or give the server keys (--api-keys). A proxy before it can send `Host: localhost`"
+    "address, or give the server keys (--api-keys). A proxy can send `Host: localhost`"
 )
 CLOSE = {"Connection": "close"}
 NO_KEY = "this server needs a valid API key, as `Authorization: Bearer KEY`"
@@ -56,11 +57,11 @@ class _Body:
     """The body of one request."""
 
     seen_bytes: int = 0  # bytes received so far
-    held_bytes: int = 0  # part of Doors._bodies_bytes; 0 once the answer has begun
+    held_bytes: int = 0  # bytes counted in Doors._bodies_bytes; 0 after the answer has begun
 
 
 class Doors:
-    """ASGI middleware. The server sets `is_draining`."""
+    """ASGI middleware. DrainingServer (server.py) sets `is_draining`."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Doors:
         keys: ApiKeys | None = None,
         body_bytes_max: int = BODY_BYTES_MAX,
     ) -> None:
-        """Each of `paths` has a count of its own; all other paths share one."""
+        """`paths`: paths that are counted separately; all other paths share one count."""
         self._keys = keys
         self._app, self._counts, self._paths = app, counts, paths
         self._body_bytes_max = body_bytes_max
@@ -132,7 +133,7 @@ class Doors:
             if scope["tenant"] is None:
                 return HttpRefusal(401, "invalid_api_key", NO_KEY)
         if self.is_draining:
-            return unavailable("this gateway is draining: send the request to another one")
+            return unavailable("this gateway is shutting down; send the request to another one")
         coding = headers.get(b"content-encoding", b"").strip().lower()
         if coding not in (b"", b"identity"):
             return HttpRefusal(
@@ -147,7 +148,7 @@ class Doors:
         return None
 
     def _limited(self, receive: Receive, body: _Body) -> Receive:
-        """`receive` with a limit on the bytes of this body, and on the bytes of all bodies."""
+        """`receive` with a limit on the bytes of this body and on the bytes of all held bodies."""
 
         async def receive_and_count() -> Message:
             message = await receive()
@@ -190,7 +191,7 @@ def foreign_page(scope: Scope, headers: dict[bytes, bytes]) -> str:
 
 
 def is_public_name(host: str) -> bool:
-    """True if a Host header has a public DNS name, which may point to any address. False for
+    """Whether the Host header may be a public DNS name, which may point to any address. False for
     addresses, for `localhost`, and for names without a dot, which are never public."""
     name = re.sub(r":\d*$", "", host).rstrip(".").lower()
     return "." in name and not name.endswith(".localhost") and not is_number(name.strip("[]"))

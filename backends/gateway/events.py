@@ -1,8 +1,8 @@
 """The bytes of an answer: server-sent events, one JSON object, or a refusal. Pure.
 
-A stream has one event for each message of the conductor, often one per token. Therefore the
-constant parts of an event are encoded once, and an event is joined from bytes. The last event with
-text has the finish reason. Token counts follow if the client requested them, and then `[DONE]`.
+A stream has one event for each message of the conductor, often one per token. To save time, the
+constant parts of an event are encoded once per answer. The last event with text has the finish
+reason. If the client requested token counts, an event with them follows. `[DONE]` ends the stream.
 
     data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{...}]}
 """
@@ -36,12 +36,12 @@ class AnswerPiece(NamedTuple):
     """The part of an answer in one message of the conductor. Counts are 0 unless requested."""
 
     text: bytes
-    finish_reason: str  # the conductor's; "": more pieces follow
+    finish_reason: str  # a key of FINISH_REASONS; "": more pieces follow
     output_tokens: int = 0  # tokens in this message
     prompt_tokens: int = 0
     cached_tokens: int = 0
     logprobs: PieceLogprobs | None = None
-    decision: bytes = b""  # JSON of the routing decision; only if the request wants it
+    decision: bytes = b""  # JSON of the routing decision; b"" in most pieces, and if not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class AnswerFacts:
     answer_id: str
     created_s: int
     model: str
-    counts_each_event: bool = False  # token counts in each event, not only in the last
+    counts_each_event: bool = False  # True: each event has token counts, not only the last
 
 
 def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, object]:
@@ -91,7 +91,7 @@ class EventStream:
         self._counts_each_event = facts.counts_each_event
 
     def opening(self) -> bytes:
-        """In a chat, the event with the role, before the first piece. In a completion, b""."""
+        """The event with the role, sent before the first piece of a chat; b"" in a completion."""
         if not self._is_chat:
             return b""
         choice = b'{"index":0,"delta":{"role":"assistant","content":""'
@@ -125,7 +125,7 @@ class EventStream:
 
 
 def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:
-    """A refusal in OpenAI's error format; `more` adds headers to those of its status."""
+    """A refusal in OpenAI's error format. `more`: further headers."""
     headers = dict(more or {})
     if refusal.retry_after_s:
         headers["Retry-After"] = str(refusal.retry_after_s)
@@ -135,7 +135,7 @@ def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None
 
 
 def error_event(refusal: HttpRefusal) -> bytes:
-    """The event of an error after the first event, when the status has been sent."""
+    """The event for an error after the first event of a stream."""
     return b"data: " + encode(refusal.body()) + b"\n\n"
 
 

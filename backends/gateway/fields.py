@@ -1,10 +1,9 @@
 """The fields of a request in OpenAI's interface: one table for parsing and for the OpenAPI schema.
 
-A field has the type that OpenAI's clients send. This module rejects wrong types, numbers that do
-not fit the data type of the conductor's tensor, and unsupported fields. A value of an unsupported
-field that changes nothing is accepted. The error for an unknown field names the most similar known
-field, if there is one. The conductor checks the range of values (frontend/sampling.py), and the
-gateway returns the conductor's errors under the OpenAI field name. Pure.
+This module rejects wrong types, numbers that do not fit the data type of the conductor's tensor,
+and unsupported fields. An unsupported field is accepted if its value changes nothing. The conductor
+checks the range of values (frontend/sampling.py). The gateway returns the conductor's errors under
+the field's name in OpenAI's interface. Pure.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import msgspec
 
 from backends.statuses import HttpRefusal
 
-INT32 = 2**31  # integers of 32 bits are -INT32 to INT32 - 1
-SHOWN_CHARACTERS_MAX = 40  # of a value in an error message; the rest is left out
+INT32 = 2**31  # a 32-bit integer is -INT32 to INT32 - 1
+SHOWN_CHARACTERS_MAX = 40  # an error message shows at most this part of a value
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel = 4
-# Longer strings and integers are shortened in the middle.
+# reprlib cuts out the middle of longer strings and integers.
 _BRIEF.maxstring = _BRIEF.maxlong = 4 * SHOWN_CHARACTERS_MAX
 _BRIEF.maxlist = _BRIEF.maxdict = SHOWN_CHARACTERS_MAX
 CHAT, COMPLETION = "chat", "completion"
@@ -38,7 +37,7 @@ class Field:
     name: str
     kind: str  # key of SCHEMAS
     meaning: str  # description in the OpenAPI schema
-    tensor: str = ""  # the conductor's input; "": infer_request.py converts or ignores the field
+    tensor: str = ""  # input of the conductor; "": infer_request.py converts or ignores the field
     routes: tuple[str, ...] = BOTH
 
 
@@ -232,13 +231,13 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
 }
 FORMATS = "type text, json_object, or json_schema with json_schema.schema"
-SCHEMA_LABELS = {"name", "description", "strict"}  # ignored: an answer always follows the schema
+SCHEMA_LABELS = {"name", "description", "strict"}  # keys beside `schema` that have no effect
 ANY_OBJECT = '{"type":"object"}'
-# The last option is from vLLM; aiperf and GuideLLM send it.
+# continuous_usage_stats is an option of vLLM, which aiperf and GuideLLM send.
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
-# route -> its fields by name, and its unsupported fields by name
+# route -> (name -> field, name -> unsupported field)
 TABLES = {
     route: (
         {field.name: field for field in FIELDS if route in field.routes},
@@ -293,7 +292,7 @@ def read(route: str, content: object) -> dict[str, Any]:
 
 
 def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
-    # In Python True == 1. In JSON, true and 1 differ, and 1.0 equals 1.
+    # In Python True == 1, but in JSON true and 1 differ.
     is_flag = isinstance(value, bool)
     if any(is_flag is isinstance(each, bool) and value == each for each in field.neutral):
         return
@@ -308,7 +307,7 @@ def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
 def bad_field(
     name: str, message: str, param: str | None = "", code: str = "invalid_request"
 ) -> HttpRefusal:
-    """`param` is the field in OpenAI's error object; "" for `name`, None for no field."""
+    """`param`: the field in OpenAI's error object. "": `name`; None: no field."""
     return HttpRefusal(400, code, message, name if param == "" else param)
 
 
@@ -319,7 +318,7 @@ def shown(value: object) -> str:
 
 
 def _integer(name: str, value: object, bits: int = 32, most: int = INT32 - 1) -> int:
-    if isinstance(value, float) and value.is_integer():  # JSON's 16.0, as Gson writes it
+    if isinstance(value, float) and value.is_integer():  # the JSON library Gson writes 16 as 16.0
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise bad_field(name, f"{name} is {shown(value)}; send an integer")
@@ -399,7 +398,7 @@ def _stream_options(name: str, value: object) -> dict[str, bool]:
 
 
 def _format(name: str, value: object) -> str:
-    """The JSON schema that the answer must follow, as JSON; "" for unconstrained output."""
+    """The JSON schema that the answer must follow, as text; "" if the answer is free text."""
     rest = dict(as_object(name, value))
     kind, wrapped = rest.pop("type", None), rest.pop("json_schema", None)
     if rest:

@@ -1,8 +1,7 @@
 """Calls to the frontend's Triton: one ModelStreamInfer for each request, and readiness probes.
 
-The calls use the generated stub over asyncio without a further layer. A message is parsed once, and
-its tensors are read from its raw bytes. Requests are spread over CHANNELS connections, because
-Triton serves each HTTP/2 connection with one thread.
+The calls use gRPC's generated stub directly, because each layer would cost time per token. Requests
+are spread over CHANNELS connections, because Triton serves each HTTP/2 connection with one thread.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # the variable http_proxy does not apply to the frontend
     ("grpc.max_reconnect_backoff_ms", 1000),  # reconnects soon to a restarted frontend
 ]
-OF_PROMPT = ("the prompt ", "there is no prompt")  # prefixes of messages about the prompt
-PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0  # timeout and period of probes
-END_S_MAX = 5.0  # longest time from an answer's last piece to the end of its call
+OF_PROMPT = ("the prompt ", "there is no prompt")  # beginnings of errors about the prompt
+PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0  # timeout and period of probes, in seconds
+END_S_MAX = 5.0  # seconds from an answer's last piece until its call is cancelled, if still open
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class ServedModel:
     """The model that the conductor serves."""
 
     name: str  # the last part of the checkpoint's path
-    checkpoint: str  # as in the conductor's config.pbtxt; demo if it names none
+    checkpoint: str  # parameter of the conductor's config.pbtxt; "demo" if it is missing
 
 
 class FrontendCalls:
@@ -66,11 +65,11 @@ class FrontendCalls:
     def start(
         self, message: service_pb2.ModelInferRequest, names: Mapping[str, str]
     ) -> FrontendCall:
-        """Start a call. `names`: tensor -> field name, where it differs from NAME_OF_TENSOR."""
+        """Start a call. `names`: tensor -> field, where the field differs from NAME_OF_TENSOR."""
         return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), names)
 
     async def describe_model(self) -> dict[str, Any]:
-        """The conductor's facts of its model; {} if the call fails or returns no JSON object."""
+        """The conductor's description of its model; {} if the call fails or returns no object."""
         try:
             facts = msgspec.json.decode(await self.describe(True, {}))
         except (HttpRefusal, msgspec.DecodeError):
@@ -78,9 +77,9 @@ class FrontendCalls:
         return facts if isinstance(facts, dict) else {}
 
     async def describe(self, what: str | bool, parameters: Mapping[str, str]) -> bytes:
-        """The answer to a call that generates nothing, as JSON. `what`: True for the model, CLUSTER
-        for the cluster, or CHARGE to charge one request to a tenant. Raises HttpRefusal if the call
-        fails, or if the tenant's limits are used up."""
+        """The JSON answer to a call with the parameter `describe`. `what`: True returns properties
+        of the model, CLUSTER the cluster's state; CHARGE charges one request to a tenant. Raises
+        HttpRefusal if the call fails, or if the tenant's limits are used up."""
         message = describe_request({**parameters, "describe": what})
         call = FrontendCall(self._probe.ModelStreamInfer(iter((message,)), timeout=PROBE_S_MAX), {})
         return b"".join([piece.text async for piece in call])
@@ -93,8 +92,8 @@ class FrontendCalls:
             await asyncio.sleep(max(0.0, PROBE_EVERY_S - (time.monotonic() - begun_s)))
 
     async def probe(self, waits: bool = False) -> bool:
-        """Update `is_ready` and `served`; True if the conductor is ready. `waits`: wait for a
-        connection. Otherwise the probe fails at once during gRPC's backoff before a reconnect."""
+        """Update and return `is_ready`, and update `served`. `waits` False: the probe fails at once
+        while gRPC waits before it reconnects."""
         config_call = service_pb2.ModelConfigRequest(name=MODEL)
         ready = service_pb2.ModelReadyRequest(name=MODEL)
         try:
@@ -105,7 +104,7 @@ class FrontendCalls:
                 checkpoint = config.parameters["checkpoint"].string_value or "demo"
                 name = checkpoint.rstrip("/").rpartition("/")[2]
                 self.served = ServedModel(name, checkpoint)
-            self.is_ready = answer.ready  # only after `served` is set
+            self.is_ready = answer.ready  # set after `served`, which a ready gateway needs
         except grpc.RpcError:
             self.is_ready = False
         return self.is_ready
@@ -119,15 +118,15 @@ class FrontendCall:
         self.is_left = False
 
     def leave(self) -> None:
-        """Cancel the call, so that the conductor ends the request. A closed call stays as it is."""
+        """Cancel the call if it is open, so that the conductor ends the request."""
         self.is_left = True
         self._call.cancel()
 
     async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
         """Yield pieces until the conductor closes the call.
 
-        The call is closed at most END_S_MAX after the last piece, which has a finish reason. Later
-        failures are ignored. After an earlier `leave`, iteration raises asyncio.CancelledError.
+        The last piece has a finish reason. Failures after it are ignored, and the call is cancelled
+        after END_S_MAX. `leave` before the last piece makes iteration raise CancelledError.
         """
         is_finished, end = False, None
         try:
@@ -181,7 +180,7 @@ def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:
 
 
 def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:
-    """The conductor's error, with the client's field name in place of the tensor's name."""
+    """The conductor's error, with the name of the client's field in place of the tensor's name."""
     refusal = of_message(message)
     if refusal.status != 400:
         return refusal
@@ -197,7 +196,7 @@ def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:
 
 
 def broken(error: grpc.RpcError) -> HttpRefusal:
-    """The refusal for a gRPC error, for example a failed connection or a too long message."""
+    """The refusal for a gRPC error, for example after a failed connection or a long message."""
     code, details = error.code(), error.details() or ""
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
         return HttpRefusal(413, "too_large_body", details)

@@ -25,13 +25,13 @@ class GatewayCounts:
     """Counters of one event loop, without a lock."""
 
     def __init__(self, name: str) -> None:
-        """`name` is the name of this process."""
+        """`name`: name of this process."""
         self._name = name
         self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
         self.refusals: Counter[str] = Counter()  # by code
-        self.messages = 0  # messages with a part of an answer
+        self.messages = 0  # events of streams and whole answers that were sent
         self.left = 0  # clients that disconnected before the end of their answer
-        self.in_flight = 0
+        self.in_flight = 0  # HTTP requests that have not ended
         self.spans: SpanExport | None = None  # None without tracing
 
     def page(self) -> str:

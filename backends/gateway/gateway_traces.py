@@ -1,7 +1,7 @@
-"""The gateway's span of a request, and the trace context for its frontend.
+"""The gateway's span of a request, and the trace context that the frontend receives.
 
-A request that is not sampled has no span. The frontend still gets a `traceparent` of the same trace
-with a new span id. Without tracing, this middleware is not installed.
+A request that is not sampled has no span, but the frontend still receives a `traceparent` of its
+trace, with a new span id. Without tracing, this middleware is not installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backends.tracing.trace_context import TRACEPARENT
 
 SERVICE = "mooncake-gateway"
 TRACED = "/v1/"
-PATH_CHARACTERS_MAX = 256  # limits the memory of spans that wait for the collector
+PATH_CHARACTERS_MAX = 256  # limit of a path in a span, because spans wait in memory
 IN_SCOPE = "mooncake.traceparent"  # key of the ASGI scope with the frontend's traceparent
 HEADER = TRACEPARENT.encode()
 
@@ -25,8 +25,7 @@ class GatewayTraces:
     """The outermost ASGI middleware."""
 
     def __init__(self, app: ASGIApp, tracing: Tracing, name: str, paths: frozenset[str]) -> None:
-        """`name` is the name of this process. Spans are named after their path if it is in
-        `paths`."""
+        """`name`: name of this process. `paths`: paths that a span's name may contain."""
         self._app, self._tracing, self._name = app, tracing, name
         self._paths = paths
 
@@ -74,7 +73,7 @@ class GatewayTraces:
 
 
 def traceparent_in(scope: Scope) -> str:
-    """The traceparent made by GatewayTraces; without it, the client's; "" if there is none."""
+    """The traceparent of GatewayTraces if there is one, or else the client's, or else ""."""
     if IN_SCOPE in scope:
         return str(scope[IN_SCOPE])
     given = next((value for name, value in scope["headers"] if name == HEADER), b"")
@@ -82,7 +81,7 @@ def traceparent_in(scope: Scope) -> str:
 
 
 def _error(status: int) -> str:
-    """The error of a span; "" for a client's mistake, as OpenTelemetry specifies for servers."""
+    """The error of a span. A client's mistake (400 to 499) is none, as OpenTelemetry specifies."""
     if not status:
         return "the client disconnected before there was a status"
     return f"status {status}" if status >= 500 else ""

@@ -1,7 +1,7 @@
 """Sends an answer from the conductor to the client, streamed or whole.
 
-The answer is a Starlette response that itself writes to the connection. So a token costs one read,
-one event and one write. Nothing is sent before the first piece, so an early error has its own
+A token costs one read, one event and one write, because the Starlette response writes to the
+connection itself. Nothing is sent before the first piece, so an error before it has its own HTTP
 status. After the first piece, an error is one more event and ends the answer. When the client's
 connection closes, the call to the conductor is cancelled at once.
 """
@@ -29,7 +29,7 @@ from backends.gateway.logprobs import LogprobsWriter
 from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
-GRACE_S = 2.0  # time for the conductor to report a passed timeout, before the gateway reports it
+GRACE_S = 2.0  # seconds after a timeout in which the conductor may report it before the gateway
 EVENT_STREAM = {
     "type": "http.response.start",
     "status": 200,
@@ -41,7 +41,7 @@ EVENT_STREAM = {
 
 
 class GenerationResponse(Response):
-    """The response of one answer. `call` has started. When the response ends, it cancels `call`."""
+    """The HTTP response of one answer. It always cancels its `call` at the end."""
 
     _watching: asyncio.Future[None]  # ends when the client disconnects
 
@@ -91,7 +91,7 @@ class GenerationResponse(Response):
             self._call.leave()
 
     async def _watch(self, receive: Receive) -> None:
-        """Wait for the disconnect, then cancel the call. No other message follows the body."""
+        """Wait until the client disconnects, then cancel the call."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._call.leave()
@@ -109,7 +109,7 @@ class GenerationResponse(Response):
                 await send(EVENT_STREAM)
                 body = events.opening() + body
             self._counts.messages += 1
-            if piece.finish_reason:  # uvicorn reports the end of a response as a disconnect
+            if piece.finish_reason:  # cancel, because uvicorn reports a sent response as disconnect
                 self._watching.cancel()
             await send(
                 {"type": "http.response.body", "body": body, "more_body": not piece.finish_reason}
@@ -119,7 +119,7 @@ class GenerationResponse(Response):
         pieces: list[AnswerPiece] = []
         async for piece in self._call:
             pieces.append(piece)
-            if piece.finish_reason:  # answer now, before the conductor closes the call
+            if piece.finish_reason:  # send the answer before the conductor closes the call
                 self._watching.cancel()
                 self._counts.messages += 1
                 body = whole(self._facts, pieces, self._logprobs)

@@ -1,7 +1,7 @@
 """Converts a request of OpenAI's interface into the conductor's message. Pure.
 
-This module sets OpenAI's defaults of missing fields: temperature 1 and a random seed. Without
-`max_tokens`, the conductor's `output_tokens_default` limits the length of an answer.
+For missing fields this module sets OpenAI's defaults: temperature 1 and a random seed. If
+`max_tokens` is missing, the conductor's parameter `output_tokens_default` limits the answer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from backends.gateway.fields import CHAT, COMPLETION, FIELDS, bad_field, read
 
 MODEL = "conductor"
 TEMPERATURE = 1.0  # OpenAI's default
-NEVER_ENDS = -1  # value of `end_id` that no token has
+NEVER_ENDS = -1  # value of `end_id` that no token has, so that no token ends the answer
 NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "text_input": "prompt",
     "input_ids": "prompt",
@@ -36,7 +36,7 @@ NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
 }
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 TYPE_OF_KIND = {"integer": "INT32", "number": "FP32"}
-# Triton returns only the outputs that the request names. Each output costs time.
+# A request names only the outputs that it needs, because each output costs time.
 OUTPUTS = ("text_output", "finish_reason")
 LOGPROBS = ("output_ids", "output_log_probs", "top_token_ids", "top_log_probs")
 COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
@@ -49,12 +49,12 @@ class GatewayRequest:
     route: str
     model: str  # "": any model
     is_stream: bool
-    includes_usage: bool  # token counts in a stream; other answers always have them
-    counts_each_event: bool  # token counts in each event of a stream, not only in the last
+    includes_usage: bool  # True: a stream has token counts; answers that are no streams have them
+    counts_each_event: bool  # True: each event of a stream has token counts, not only the last
     timeout_s: float  # deadline in seconds after the arrival; 0: none
     inputs: Mapping[str, Any]  # tensor -> value, for the conductor
     parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
-    # Tensor -> field name, where this request's name differs from NAME_OF_TENSOR.
+    # Tensor -> name of the client's field, where it differs from NAME_OF_TENSOR; for errors.
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -83,7 +83,8 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     inputs |= {
         each.tensor: given[each.name] for each in FIELDS if each.tensor and each.name in given
     }
-    # In a completion, `logprobs` is the number of logprobs. In a chat, the prompt is `messages`.
+    # For errors: a completion sets the tensor top_logprobs by its field `logprobs`, and the prompt
+    # of a chat is its field `messages`.
     names = {"top_logprobs": "logprobs"} if route == COMPLETION else {"prompt": "messages"}
     if (newer := given.get("max_completion_tokens")) is not None:
         if inputs.get("max_tokens", newer) != newer:
@@ -129,7 +130,7 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
 
 
 def _logprobs(route: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of logprobs. A chat has two fields for them, a completion one."""
+    """The inputs for logprobs. A chat has two fields for them, a completion has one."""
     if route == CHAT:
         if not given.get("logprobs", False):
             if given.get("top_logprobs", 0):
@@ -176,7 +177,7 @@ def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.Model
 
 
 def describe_request(parameters: Mapping[str, str | bool]) -> service_pb2.ModelInferRequest:
-    """A message with a `describe` parameter, which generates nothing. Triton requires one input."""
+    """A message with the parameter `describe`. It has an input, because Triton requires one."""
     message = service_pb2.ModelInferRequest(model_name=MODEL)
     message.inputs.add(name="stream", datatype="BOOL", shape=(1, 1))
     message.raw_input_contents.append(struct.pack(FORMATS["BOOL"], False))

@@ -1,8 +1,8 @@
 """Logprobs of an answer in OpenAI's formats, from the conductor's tensors. Pure.
 
-A chat has an object for each token; a completion has parallel lists. The text of a token is what
-the token adds to the text of the tokens before it. Bytes that are not a complete character appear
-as U+FFFD in the text, and unchanged in `bytes`.
+A chat has an object for each token; a completion has parallel lists. The text of a token is the
+text that it adds to the tokens before it. If a token's bytes are not complete characters, its text
+has U+FFFD instead, and its `bytes` has the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LEAST = -9999.0  # OpenAI's value for an impossible token, because JSON has no i
 
 
 class PieceLogprobs(NamedTuple):
-    """The logprobs of one message's tokens. `top_ids` are ordered by descending probability."""
+    """Logprobs of the tokens of one message. `top_ids`: per position, the likeliest ids first."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -26,7 +26,8 @@ class PieceLogprobs(NamedTuple):
 
 class TokenWords(Protocol):
     def of(self, context_ids: list[int], token_id: int) -> bytes:
-        """The bytes that the token adds to the text; for a special token, its name."""
+        """The bytes that the token adds to the text of `context_ids`; for a special token, its
+        name."""
         ...
 
 
@@ -40,7 +41,7 @@ class LogprobsWriter:
         self._text = _TextOffsets()
 
     def add(self, piece: PieceLogprobs) -> dict[str, Any]:
-        """The field `logprobs` of a choice for these tokens."""
+        """The field `logprobs` of an answer's choice, for these tokens."""
         found: list[dict[str, Any]] = []
         for token_id, log_prob, top_ids, top_log_probs in zip(*piece, strict=True):
             best = [self._named(*each) for each in zip(top_ids, top_log_probs, strict=True)]
@@ -75,8 +76,8 @@ class _TextOffsets:
         self._begun = b""  # bytes of an incomplete character at the end
 
     def add(self, raw: bytes) -> int:
-        """The offset of the token with these bytes. Tokens that are parts of one character all have
-        the offset of this character."""
+        """The offset of the next token, which has these bytes. If several tokens form one
+        character, each has the offset of this character."""
         if raw and self._begun and not _goes_on(self._begun, raw):
             self._characters += len(self._begun.decode("utf-8", "replace"))
             self._begun = b""

@@ -1,7 +1,7 @@
 """Reads the `prompt` of a completion and the `messages` of a chat. Pure.
 
-This module makes each check whose error names the path of a field, for example
-`messages[1].content[0].image_url`. The conductor's errors name only its tensors.
+Errors of this module name the path of a field, for example `messages[1].content[0].image_url`. The
+conductor's errors name only the tensor.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from backends.gateway.fields import TOKENIZE_SCHEMA, as_flag, as_object, as_text
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
 
-# OpenAI's newer models use the role developer for system; chat templates have only system.
+# OpenAI's newer role `developer` becomes `system`, because chat templates have only `system`.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-# Fields that chat templates do not use: the name of a speaker, and fields of earlier answers that
-# clients send back (LiteLLM: `provider_specific_fields`; others: the reasoning).
+# Fields of a message that chat templates do not use: the speaker's `name`, and fields of answers
+# that clients send back. LiteLLM for example sends `provider_specific_fields`.
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
 TOKEN_ID_MAX = 2**31 - 1
-PROMPT_IDS_MAX = 2**20  # token ids of a prompt; the conductor's own limit is the model's context
+PROMPT_IDS_MAX = 2**20  # limit of token ids in a prompt; the model's own limit may be lower
 
 
 def read_prompt(value: object) -> str | list[int]:
-    """A text or token ids. Raises HttpRefusal for other values, including several prompts."""
+    """A text or a list of token ids. Raises HttpRefusal for other values and several prompts."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
         value = value[0]
     if isinstance(value, str):
@@ -38,13 +38,12 @@ def read_prompt(value: object) -> str | list[int]:
     if not value:
         raise bad_field("prompt", "prompt is empty; send at least one token")
     if isinstance(value[0], str | list):
-        raise bad_field(
-            "prompt", f"prompt has {len(value)} prompts; a request may have 1", code="unsupported"
-        )
+        what = "prompt is a list of prompts; a request may have 1"
+        raise bad_field("prompt", what, code="unsupported")
     if len(value) > PROMPT_IDS_MAX:
         what = f"prompt has {len(value):,} token ids; send at most {PROMPT_IDS_MAX:,}"
         raise bad_field("prompt", what)
-    if any(type(each) is float for each in value):  # Gson writes 42.0
+    if any(type(each) is float for each in value):  # the JSON library Gson writes 42 as 42.0
         value = [int(each) if type(each) is float and each.is_integer() else each for each in value]
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id <= TOKEN_ID_MAX:
@@ -53,7 +52,7 @@ def read_prompt(value: object) -> str | list[int]:
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """The messages in the conductor's format: roles, texts or text parts. Raises HttpRefusal."""
+    """The messages in the conductor's format: {"role", "content"} each. Raises HttpRefusal."""
     if not isinstance(value, list) or not value:
         raise bad_field("messages", f"messages is {shown(value)}; send at least one message")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
@@ -61,7 +60,7 @@ def read_messages(value: object) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeRequest:
-    """A request to /tokenize. One of `prompt` and `messages` is given, and the other is empty."""
+    """A request to /tokenize. Either `prompt` or `messages` is given; the other is empty."""
 
     model: str  # "": any model
     prompt: str
@@ -78,7 +77,7 @@ def read_tokenize(content: object) -> TokenizeRequest:
     prompt = as_text("prompt", body.get("prompt", ""))
     messages = read_messages(body["messages"]) if "messages" in body else []
     name = "messages" if messages else "prompt"
-    # The size of messages is that of their JSON, which is also what a chat sends to the conductor.
+    # The size of messages is the size of their JSON, which a chat request sends to the conductor.
     text = msgspec.json.encode(messages) if messages else prompt.encode("utf-8", "surrogatepass")
     if len(text) > TEXT_BYTES_MAX:
         what = f"{name} has {len(text):,} bytes of text; send at most {TEXT_BYTES_MAX:,}"
@@ -94,12 +93,11 @@ def read_tokenize(content: object) -> TokenizeRequest:
 def _message(name: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise bad_field(name, f"{name} is {shown(value)}; send an object with role and content")
-    # Clients send earlier answers back with empty fields.
+    # Clients send earlier answers back with empty fields, which are removed here.
     rest = {key: each for key, each in value.items() if each is not None and each != []}
     role = rest.pop("role", None)
     if not isinstance(role, str) or role not in ROLES:
         raise bad_field(f"{name}.role", f"{name}.role is {shown(role)}; use {', '.join(ROLES)}")
-    # An empty list of parts counts as an empty field and was removed above.
     content = rest.pop("content", None)
     for key in rest:
         if key not in IGNORED:
@@ -110,7 +108,7 @@ def _message(name: str, value: object) -> dict[str, Any]:
 
 
 def _content(name: str, value: object) -> str | list[dict[str, str]]:
-    """The content of a message. Parts are kept, because the chat template joins them."""
+    """The content of a message. A list of parts stays a list, which the chat template joins."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):

@@ -1,8 +1,8 @@
 """One gateway process: listens, serves, and drains at SIGTERM.
 
-At SIGTERM or SIGINT, `/ready` returns 503 at once, and new requests are rejected. Open streams
-continue until a second signal, for at most `drain_s_max`. Then the process exits. Several processes
-may listen on one port; the kernel distributes the connections.
+After SIGTERM or SIGINT, `/ready` returns 503 and new requests are rejected. The process exits when
+its requests have ended, at a second signal, or after `drain_s_max`. Several processes may listen on
+one port, and the kernel distributes the connections.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from mooncake_store.keys.folder import LiveFiles
 
 BACKLOG = 2048
 POLL_S = 0.05
-OWN_READERS_MAX = 64  # connections to the metrics page that the launcher reads
-CUT_OFF_S = 1  # seconds from the end of the drain until the remaining streams are cut off
+OWN_READERS_MAX = 64  # limit of open connections to this process's metrics page
+CUT_OFF_S = 1  # seconds from the end of the drain until remaining streams are cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain instead of closing the port at once, so that load balancers read /ready first."""
+        """Start to drain. The port stays open, so that load balancers can read /ready."""
         if self._gateway.doors.is_draining or self._loop is None:
             self.should_exit = True  # a second signal ends the drain
             return
@@ -73,10 +73,10 @@ class DrainingServer(uvicorn.Server):
 
 
 def listening_socket(listening: Listening) -> BoundedListener:
-    """Raises OSError if another process uses the port."""
+    """A bound socket. Raises OSError if the address cannot be used."""
     family = socket.AF_INET6 if ":" in listening.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets with an explicit protocol. Without TCP_NODELAY, an
-    # event waits 40 ms for the client's delayed acknowledgement of the previous event.
+    # event of a stream waits 40 ms for the client's delayed acknowledgement of the event before.
     listener = BoundedListener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.has_tls = bool(listening.certificate)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -99,7 +99,7 @@ def allow_descriptors(wanted: int) -> None:
 async def answer_own_page(
     gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answer any request with this process' metrics. The launcher reads them on loopback."""
+    """Answer any request with this process's metrics. The launcher reads them on loopback."""
     if len(gateway.own_readers) >= OWN_READERS_MAX:
         writer.close()
         return
@@ -116,10 +116,10 @@ async def answer_own_page(
 
 
 def tls_context(listening: Listening) -> ssl.SSLContext:
-    """A TLS context that uses a renewed certificate from the next connection on.
+    """A TLS context whose new connections use a certificate that was renewed on disk.
 
-    If a renewed certificate is invalid, the previous certificate stays in use. Raises KeysInvalid
-    if the first certificate is invalid.
+    If the renewed certificate is invalid, the previous certificate stays in use. Raises KeysInvalid
+    if the certificate is invalid at the start.
     """
 
     def read() -> ssl.SSLContext:
@@ -134,7 +134,7 @@ def tls_context(listening: Listening) -> ssl.SSLContext:
     def newest(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
         connection.context = live.get()
 
-    context.sni_callback = newest  # also called for clients without SNI
+    context.sni_callback = newest  # called at each handshake, also for clients without SNI
     return context
 
 
@@ -165,7 +165,7 @@ def draining_server(
 def serve(
     gateway: Gateway, listening: Listening, drain_s_max: float, own_metrics_port: int = 0
 ) -> None:
-    """Serve until a signal. `own_metrics_port`: loopback port of this process' metrics; 0: none."""
+    """Serve until a signal. `own_metrics_port`: loopback port of the metrics page; 0: no page."""
     allow_descriptors(2 * CONNECTIONS_MAX)
     listener = listening_socket(listening)
     server = draining_server(gateway, listening, drain_s_max, listener)

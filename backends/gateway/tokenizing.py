@@ -1,7 +1,7 @@
 """The conductor's tokenizer for /tokenize and logprobs: prompts to token ids, tokens to text.
 
-The tokenizer is loaded at the first call, and again when another checkpoint is served. The event
-loop makes these calls in other threads, because a long text would stall its streams.
+The tokenizer is loaded at the first call, and again when another checkpoint is served. Callers use
+other threads than the event loop's, because a long text would stall the loop's streams.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ServedWords:
     """The bytes that each token of a vocabulary adds to a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """The first call for a tokenizer is slow, because it reads the vocabulary."""
+        """Slow at the first call for a tokenizer, because the vocabulary is read."""
         self._tokenizer, self._token_bytes = tokenizer, tokenizer.token_bytes
 
     def of(self, context_ids: list[int], token_id: int) -> bytes:

@@ -409,7 +409,7 @@ def test_whole_numbers_may_be_written_as_floats(tokenizer: Tokenizer) -> None:
 
 def test_a_list_of_prompts_is_refused_with_how_many_are_allowed() -> None:
     refusal = refused(COMPLETION, prompt=["a", "b", "c"])
-    assert refusal.message == "prompt has 3 prompts; a request may have 1"
+    assert refusal.message == "prompt is a list of prompts; a request may have 1"
 
 
 LONG = "word " * 50_000
