@@ -5,8 +5,8 @@ spans of a request are dropped. Spans of a failed message to the collector are d
 and dropped spans are counted. OpenTelemetry's batch processor does not count what it drops, and
 drops single spans instead of whole requests, so it is not used.
 
-OpenTelemetry's packages (extra `tracing`) are imported only where an endpoint is configured. Their
-variables apply too: OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE, _TIMEOUT, OTEL_RESOURCE_ATTRIBUTES.
+OpenTelemetry's packages (extra `tracing`) are imported only where an endpoint is configured. They
+read OTEL_EXPORTER_OTLP_HEADERS, _CERTIFICATE and _TIMEOUT, and OTEL_RESOURCE_ATTRIBUTES.
 
 Not here: which spans (request_spans.py), which requests are sampled (trace_context.py).
 """
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 ENDPOINT_VARIABLE = "MOONCAKE_OTLP_ENDPOINT"  # http://HOST:4317, or https://; unset: no tracing
 WAITING_MAX = 16_384  # most spans in the queue: some megabytes
 BATCH_MAX = 512  # most spans in one message to the collector
-PERIOD_S = 1.0  # longest pause between two messages; BATCH_MAX queued spans end it
+PERIOD_S = 1.0  # longest pause between two messages; it ends early if BATCH_MAX spans are queued
 CLOSE_S_MAX = 1.0  # time for sending the queue when the process ends
 
 
@@ -87,7 +87,7 @@ class SpanExport:
         """Queue the spans of one request, or drop all of them. Any thread; does no I/O."""
         with self._lock:
             room = self._waiting_max - len(self._waiting)
-            if self._is_closing or len(spans) > room:  # a part would lack its root span
+            if self._is_closing or len(spans) > room:  # never a part of a request's spans
                 self.lost += len(spans)
                 return
             self._waiting.extend(spans)
@@ -143,7 +143,7 @@ class Tracing:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> Tracing | None:
-        """None: no endpoint is configured. Raises ValueError if tracing cannot work with it."""
+        """None: no endpoint is configured. Raises ValueError for mistakes in the environment."""
         if not (endpoint := environment.get(ENDPOINT_VARIABLE)):
             return None
         if found := problems(environment):
@@ -175,7 +175,7 @@ class Tracing:
 def begin_trace(
     tracing: Tracing | None, parameters: Mapping[str, Any], arrived_s: float
 ) -> RequestTrace:
-    """The trace of a request. Without `tracing` it has no spans, only the client's trace id."""
+    """The trace of a request. Without `tracing`, the trace has only the client's trace id."""
     if tracing is not None:
         return tracing.begin(parameters, arrived_s)
     parent = parse_traceparent(parameters.get(TRACEPARENT))

@@ -14,10 +14,10 @@
           handover.queue, .load   from the decode call on: wait for pages; read the KV
         decode                    from the end of the handover until the decode worker's reply
 
-A worker reports the durations of its phases, so clocks of two machines are never compared. The rest
-of a prefill call's time is attributed to the network: half before and half after the phases. Each
-child span is cut to its parent. If a decode call has no reply, there is no handover span, and the
-decode span is the whole call.
+A worker reports only durations, so clocks of two machines are never compared. The time of a prefill
+call beyond these durations is attributed to the network: half before and half after the worker's
+phases. Each child span is cut to its parent. If a decode call has no reply, there is no handover
+span, and the decode span is the whole call.
 
 Not here: recording the times (request_trace.py), sending spans (export.py).
 """
@@ -77,7 +77,7 @@ class AttemptTimes:
     decode: Call | None = None
     decode_reply: DecodeReply | None = None
     ended_s: float | None = None  # None: the attempt ends with the request
-    loss: str = ""  # why the attempt failed (`Loss`); "": it did not fail
+    loss: str = ""  # why it failed (frontend/lifecycle/attempts.py); "": it did not fail
     error: str = ""  # the error of a failed attempt
 
 
@@ -221,12 +221,12 @@ def _way_there_s(call: Call, reply: PrefillReply) -> float:
 
 
 def _end(call: Call) -> float:
-    """End of the call's span. Infinity: the call has not ended, so its parent's end is used."""
+    """End of the call's span. Infinity: the call has not ended, and `_child` uses its parent's."""
     return math.inf if call.ended_s is None else call.ended_s
 
 
 def _error(attempt: SpanRecord, reply: PrefillReply | DecodeReply | None) -> str:
-    return "" if reply is not None else attempt.error or "it has not replied"
+    return "" if reply is not None else attempt.error or "the worker has not replied"
 
 
 def _prefill_attributes(reply: PrefillReply | None) -> Attributes:

@@ -25,8 +25,8 @@ from backends.workers.protocol import DecodeReply, PrefillReply
 
 
 class RequestTrace:
-    """Several threads may record. The records of one attempt must be made in order. A record
-    after `ended` has no effect; it is from a call that was abandoned."""
+    """Several threads may record. The records of one attempt must be made in order. Records after
+    `ended` (of abandoned calls) have no effect."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RequestTrace:
         attempt.decided_s, attempt.rejection = now_s, why
 
     def called(self, number: int, worker: str, now_s: float) -> None:
-        """Record a call to a worker: in each attempt first to prefill, then to decode."""
+        """Record a call to a worker. An attempt's first call is prefill, its second is decode."""
         attempt = self._attempts[number]
         if attempt.prefill is None:
             attempt.prefill = Call(worker, now_s)
@@ -94,7 +94,7 @@ class RequestTrace:
     def ended(
         self, error: str, now_s: float, first_token_s: float, attributes: Mapping[str, Attribute]
     ) -> None:
-        """Make the spans. Only the first call has an effect. `first_token_s` 0: no token."""
+        """Make the spans, at the first call only. `first_token_s`: 0 if there was no token."""
         offer, self._offer = self._offer, None
         if offer is None:
             return

@@ -1,9 +1,9 @@
 """The trace that a request belongs to: W3C Trace Context.
 
-A client's `traceparent` names its trace, its calling span, and whether the trace is sampled. An
-invalid `traceparent` is ignored, as the standard requires. A trace that begins here is sampled by
-its id, so that every process makes the same decision. This module does not need OpenTelemetry's
-packages, because logs contain the client's trace id even without tracing.
+A client's `traceparent` header has a trace id, the id of the calling span, and a flag for whether
+the trace is sampled. An invalid `traceparent` is ignored, as the standard requires. For a trace
+that begins here, the trace id decides, so that every process makes the same decision. This module
+does not need OpenTelemetry's packages, because logs have the client's trace id without tracing too.
 
 Pure: random bytes are an argument. Not here: spans (request_spans.py), sending them (export.py).
 """
@@ -24,7 +24,7 @@ _HEADER = re.compile(
     flags=re.ASCII,
 )
 _SAMPLED = 0x01
-_RATIO_BITS = 56  # low bits of a trace id, which W3C Trace Context level 2 makes random
+_RATIO_BITS = 56  # number of low bits of a trace id that W3C Trace Context level 2 makes random
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ class Arrival:
     # Block -> (node, slot, generation) from which its layers were read.
     identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     is_loading: bool = False  # the loader is reading an announced layer into the pages
-    since_s: float | None = None  # time of the first LayersReady; None: submitted before any
+    since_s: float | None = None  # time of the first LayersReady; None: no layer was announced
     read_bytes: dict[str, int] = field(default_factory=dict)  # transport -> bytes
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:

@@ -63,7 +63,7 @@ class KvLoader:
 
     @contextlib.contextmanager
     def _counting(self, arrival: Arrival) -> Iterator[None]:
-        """Count the bytes that are read inside in `arrival`. Correct only with a single loader."""
+        """Add the bytes that the `with` block reads to `arrival`. Only for a single loader."""
         before = {name: counted.read_bytes for name, counted in self._store.counters().items()}
         yield
         for name, counted in self._store.counters().items():

@@ -6,9 +6,9 @@ when all its layers are written. Some blocks cannot be in the directory's index:
 block, a block that another request is writing, a block beyond the tenant's quota. Such a block is
 an *ephemeral object*: only its exact key finds it, and it is freed with its last lease.
 
-In a pipeline group, pages have only some of the layers, so its workers write each block together.
-One worker allocates the slots and sends them to the others. Each worker writes its own layers and
-returns a digest (checksum) per layer. The first worker commits the block when it has all digests.
+In a pipeline group, pages have only some of the layers, so the group's workers write each block
+together. Stage 0 allocates the slots and sends them to the other stages. Each stage writes its own
+layers and returns a digest (checksum) per layer. Stage 0 commits the block when it has all digests.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BlockPut:
     is_owner: bool = True  # True: this worker releases the leases; False: pipeline stage 0 does
     error: Exception | None = None  # first error; nothing is written after it
     rings: LayerRings | None = None  # layer ring buffers of a layer-wise request, used as pages
-    in_place: set[int] = field(default_factory=set)  # blocks that the engine writes into slots
+    in_place: set[int] = field(default_factory=set)  # blocks that the engine itself writes to slots
     is_ended: bool = False  # the request fails or leaves: nothing more is written
 
     def unstored_blocks(self) -> list[int]:
@@ -113,7 +113,7 @@ class KvWriter:
     def allocate_now(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
         """Allocate as many slots as the store has, in the caller's thread. Raises StoreError.
 
-        Call it before the first task for `put`, because it changes `put` itself.
+        Call this method before the first task for `put`, because it changes `put` in this thread.
         """
         with contextlib.suppress(Overloaded):
             self._ensure_slots(put, blocks, may_use_objects)
@@ -138,10 +138,10 @@ class KvWriter:
             known.clear()
 
     def free_unfilled(self, put: BlockPut) -> None:
-        """Free the slots of blocks that will never be committed. In the writer's thread.
+        """Free the slots of blocks that will never be committed. Runs in the writer's thread.
 
-        If a transfer into the slots may be pending, nothing is done here: the directory quarantines
-        the slots when their lease ends.
+        If a transfer into the slots may be pending, this method does nothing, because the directory
+        quarantines the slots when their lease ends.
         """
         unfilled = [slot for block, slot in put.slots.items() if block not in put.refs]
         is_alone = put.is_owner and self._pages.is_whole
@@ -180,7 +180,7 @@ class KvWriter:
             return
         try:
             action()
-        except ServingError as error:  # raised before any transfer: the slots can be freed at once
+        except ServingError as error:  # raised before any transfer, so the slots can be freed now
             try:
                 self.free_unfilled(put)
             finally:
@@ -218,7 +218,7 @@ class KvWriter:
                     raise Overloaded(
                         "store_full",
                         f"the storage node has no room for {len(objects)} blocks of this request: "
-                        "all of its slots are in use",
+                        "all slots of the node are in use",
                         1.0,
                     )
                 put.slots[block], put.slot_keys[block] = slot, key
@@ -268,7 +268,7 @@ class KvWriter:
             self._notify(put, -1, [put.refs[block] for block in blocks], [])
 
     def save(self, put: BlockPut) -> list[BlockRef]:
-        """Write all KV of a request to the store, leased to the request. In the writer's thread.
+        """Write all KV of a request to the store, under its leases. Runs in the writer's thread.
 
         Leading blocks that the local node already has are not written again. Raises ServingError
         or StoreError.
@@ -284,7 +284,7 @@ class KvWriter:
         missing = range(len(refs), blocks)
         try:
             self._put_whole(put, missing, is_handover=True)
-        except ServingError:  # raised before any transfer: the slots can be freed at once
+        except ServingError:  # raised before any transfer, so the slots can be freed now
             self.free_unfilled(put)
             raise
         return refs + [put.refs[block] for block in missing]
@@ -313,7 +313,7 @@ class KvWriter:
         return [known[layer] for layer in layers]
 
     def announce_cached(self, put: BlockPut) -> None:
-        """Send the decode worker the locations of the cached blocks. In the writer's thread."""
+        """Send the decode worker the places of cached blocks. Runs in the writer's thread."""
         refs = [put.refs[block] for block in sorted(put.refs)]
         if put.decode_inbox and refs:
             self._notify(put, -1, refs, [])

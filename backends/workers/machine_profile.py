@@ -3,7 +3,7 @@
 The conductor predicts the seconds of prefill and decode steps. So each worker registers
 coefficients, fitted to a short measurement of its engine (`Driver.measure`) with its number of
 threads. The first worker of a role measures under a file lock, so that workers that start together
-do not disturb the measurement. The other workers read the file. Delete the file to measure again.
+do not disturb the measurement. Later workers read the saved file. Delete it to measure again.
 """
 
 from __future__ import annotations

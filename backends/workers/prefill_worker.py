@@ -389,7 +389,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         job.client.fail(job.error or job.put.error or Cancelled("the request was stopped"))
 
     def _answer(self, job: PrefillJob, token_id: int) -> None:
-        """Reply, or fail the job if a write failed. Runs in the writer's thread, after all writes."""
+        """Reply, or fail if a write has failed. Runs in the writer's thread, after all writes."""
         if job.put.error is not None:
             self.fail(job, job.put.error)
             return

@@ -46,7 +46,7 @@ class LoadedPrefix:
     """The leading blocks that are in the pages."""
 
     copies: list[Copy]  # one copy of each block, on the local node
-    fetched_blocks: int  # from other nodes or the local SSD; > len(copies) if reads failed
+    fetched_blocks: int  # from other nodes or the local SSD; some are not in `copies` if reads fail
     fetched_from: dict[str, int]  # node -> fetched bytes
 
 
@@ -182,7 +182,7 @@ class PrefixLoading:
         return len(list(takewhile(lambda copies: here & {c.node_id for c in copies}, found.copies)))
 
     def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
-        """True if at least two remote nodes have a copy of the same one of these blocks."""
+        """True if one of these blocks has copies on two or more remote nodes."""
         local = self.node_id
         return any(
             len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {local}) > 1

@@ -1,17 +1,17 @@
 """Durations of an engine's steps, and detection of a hung step. Pure.
 
-`recent_s` is an exponential mean of the last few steps. `speed` is the ratio of measured to
-estimated time, a mean over about as many steps as a short output has. A limit on the time between
-tokens applies to the mean step of an output. The few steps before a request arrives may be slower
-than that mean, because the request's prefill used the same machine.
+`recent_s` is an exponential mean of the last few steps. `speed` corrects the estimates of the
+machine profile (machine_profile.py). It is the ratio of measured to estimated time, a mean over
+about as many steps as a short output has. A limit on the time between tokens applies to the mean
+step of an output, so it is checked with `speed`. The few steps before a request arrives may be
+slower than the mean, because the request's prefill used the same machine.
 
-An empty batch resets `recent_s`: the steps of a large batch do not predict the steps of a small
-one. `speed` keeps its value as a prior, because it does not depend on the batch. It corrects the
-estimates of the machine profile (machine_profile.py).
+An empty batch resets `recent_s`, because the steps of a large batch do not predict the steps of a
+small one. `speed` does not depend on the batch, so an empty batch only reduces its weight.
 
-A step is hung if it takes HUNG_RATIO times its predicted time, and HUNG_S_MIN at least. Without
-this check, a worker with a hung engine would report for ever. Time in which the watching thread did
-not run does not count, because then the whole process was stopped.
+A step is hung if it takes more than HUNG_RATIO times its predicted time, and more than HUNG_S_MIN.
+Without this check, a worker with a hung engine would report for ever. If the watching thread does
+not run for a while, this time does not count, because the whole process was stopped.
 
 Not here: the exit of a process with a hung step (worker_process.py).
 """
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 SMOOTHING = 0.2  # weight of the newest step in `recent_s`, from the fifth step on
 SPEED_STEPS = 100.0  # the newest step has at least the weight 1 / SPEED_STEPS in `speed`
-PRIOR_STEPS = 20.0  # weight, in steps, that `speed` has when a batch begins
+PRIOR_STEPS = 20.0  # when a batch begins, the value of `speed` counts as a mean of so many steps
 OUTLIER_MAX = 4.0  # upper bound of a step's measured / estimated time in `speed`
 HUNG_S_MIN = 30.0  # shorter steps are never hung, because a busy machine makes steps slow
 HUNG_RATIO = 20.0  # a step of this measured / predicted time is hung
@@ -94,7 +94,7 @@ class StepWatch:
         self._step = None
 
     def is_busy(self, now_s: float, busy: bool, predicted_s: float = 0.0) -> None:
-        """For an engine that reports no steps: `busy` while it has work. Keeps a start time."""
+        """For an engine that reports no steps. `busy`: whether it has work. Keeps a start time."""
         step = self._step
         if not busy:
             self._step = None

@@ -150,12 +150,12 @@ class WorkerProcess:
                 log.exception("a message failed: %s", type(message).__name__)
 
     def join(self) -> None:
-        """Register. Raises with the reason if the directory rejects this worker."""
+        """Register, and start the reports. Raises an error if the directory rejects the worker."""
         self.directory.register_worker(self.info)
         self._reporter.start()
         self._watcher.start()
-        # The launcher finds the second text in the log, before Triton logs that the model is loaded
-        # (backends/launcher/repository.py). The first text, after a role change, does not match.
+        # The launcher looks for the second text in the log, before Triton logs that the model is
+        # loaded (backends/launcher/repository.py). The first text must not match in this search.
         word = "has another role on node" if self.parts.has_joined else "serves on node"
         self.parts.has_joined = True
         log.info("%s (%s) %s %s", self.worker_id, self.incarnation, word, self.info.node_id)
@@ -177,12 +177,12 @@ class WorkerProcess:
         try:
             self.directory.deregister_worker(self.worker_id, self.incarnation)
         except StoreError as error:
-            log.info("the directory is not reachable any more: %s", error)
+            log.info("%s was not deregistered: %s", self.worker_id, error)
 
     def lose(self, reason: str) -> None:
         """Deregister, fail the jobs so that they resume on other workers, and exit the process.
 
-        It does not take the lock that guards the jobs, because a hung thread may hold the lock.
+        Does not take the lock that guards the jobs, because a hung thread may hold the lock.
         """
         if self.is_lost:
             return
@@ -240,8 +240,8 @@ class WorkerProcess:
 class LeaseKeeper:
     """Renews the leases of the worker's requests. `owner`: a request id. Thread-safe.
 
-    A restarted directory has lost all leases. A renewal then looks the blocks up again, which
-    leases them again. Otherwise a block could be evicted before the engine reads it.
+    A restarted directory has lost all leases. If the directory has no lease to renew, `renew_due`
+    looks the blocks up, which leases them again. Otherwise they could be evicted before their use.
     """
 
     def __init__(self, store: WorkerStore, lease_s: float) -> None:
@@ -301,7 +301,7 @@ class LeaseKeeper:
 
 
 def end_process(*steps: Callable[[], None]) -> None:
-    """Run `steps` in a thread, wait for the last replies, and exit. Returns at once.
+    """Run `steps` in a thread, wait for the last replies, and exit the process. Returns at once.
 
     A model has no other way to report a lost engine to Triton. The launcher restarts the process.
     """

@@ -8,7 +8,7 @@ slot that stage 0 allocated, and sends the digests (checksums of the layers). St
 block when it has all digests. The last stage samples. Only stage 0 manages leases and replies.
 
 If an epoch of the group ends (group.py), all requests fail with errors that make them resume on
-other workers. Pages that another stage may still use are free only when the next epoch is complete.
+other workers. Pages that another stage may still use become free when the next epoch is complete.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PipelinePrefill(StagePrefill):
     def __init__(self, engine: TorchEngine, config: PrefillConfig) -> None:
         super().__init__(engine, config)
         self._window = StepWindow(config.pipeline_stages)
-        self._parked: list[int] = []  # pages that another stage may use until a complete new epoch
+        self._parked: list[int] = []  # pages that become free when the next epoch is complete
         self._is_closed = threading.Event()
 
     def begin(self, worker: PrefillWorker) -> None:
@@ -77,7 +77,7 @@ class PipelinePrefill(StagePrefill):
         return self._group.is_whole
 
     def _watch(self) -> None:
-        """Supervise the group. In its own thread: the engine's thread may be busy with a step."""
+        """Supervise the group, in its own thread, because a step may occupy the engine's thread."""
         while not self._is_closed.wait(LOOK_S):
             try:
                 self._look(self._registered(), time.monotonic())
@@ -116,10 +116,10 @@ class PipelinePrefill(StagePrefill):
             self._worker.process.outbox.send(inbox, begins)
 
     def _broken(self, reason: str) -> None:
-        """Fail all requests, so that they resume on other workers. With the lock held."""
+        """Fail all requests, so that they resume on other workers. The caller holds the lock."""
         worker = self._worker
         name = f"{worker.process.worker_id}: pipeline group {self.config.pipeline_group}"
-        log.warning("%s: %s; %d requests resume elsewhere", name, reason, len(worker.jobs))
+        log.warning("%s: %s; %d requests resume on others", name, reason, len(worker.jobs))
         in_flight = self._window.requests()
         for job in list(worker.jobs.values()):
             kind = WorkerUnavailable if job.request_id in in_flight else WorkerGone
@@ -133,7 +133,7 @@ class PipelinePrefill(StagePrefill):
                 raise WorkerGone(f"{self._worker.process.worker_id}: {self._group.missing()}")
 
     def on_message(self, message: WorkerMessage) -> None:
-        """Handle a message of another stage. In the inbox's thread."""
+        """Handle a message of another stage. Runs in the inbox's thread."""
         with self._worker.lock:
             if isinstance(message, StageBeat):
                 self._on_beat(message)
@@ -162,7 +162,7 @@ class PipelinePrefill(StagePrefill):
     def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         """Load the prefix in all stages. Returns the number of leading blocks that each stage has.
 
-        In a loader's thread. Raises WorkerGone or WorkerUnavailable if a stage does not answer.
+        Runs in a loader's thread. Raises WorkerGone or WorkerUnavailable if a stage is missing.
         """
         if not copies:
             return 0
@@ -181,11 +181,11 @@ class PipelinePrefill(StagePrefill):
         with worker.lock:
             worker.lock.wait_for(lambda: load.is_over, patience_s)
             if not load.is_here:
-                raise WorkerUnavailable("another stage has not loaded the cached prefix in time")
+                raise WorkerUnavailable("another stage has not loaded the cached prefix")
         return min(blocks, load.blocks)
 
     def start(self, job: PrefillJob) -> None:
-        """Queue the allocation of slots for all stages, then the job's start. Loader's thread."""
+        """Queue the allocation of slots for all stages, then the start. In a loader's thread."""
         blocks = blocks_touched(len(job.token_ids), self._block_tokens)
         worker = self._worker
         worker.writer.allocate(job.put, range(job.put.first_block, blocks))
@@ -210,7 +210,7 @@ class PipelinePrefill(StagePrefill):
         predicted_s = sum(worker.estimate.seconds(c.tokens, c.start) for c in chunks)
         with worker.lock:
             if self._group.epoch != epoch or not self._group.is_whole:
-                return  # the group broke, and the step's requests have failed
+                return  # the epoch has ended, and the step's requests have failed
             sent = SentStep(
                 number=self._window.next_number,
                 chunks=chunks,
@@ -246,7 +246,7 @@ class PipelinePrefill(StagePrefill):
                 self._worker.send_first_token(job, message.token_ids[index])
 
     def _written(self, message: StageWritten) -> None:
-        """Record that a stage has written its layers of a step. Commit the blocks if all have."""
+        """Record that a stage has written its layers. Commit the blocks if all stages have."""
         worker = self._worker
         step = self._window.written(message.number, message.stage)
         if step is None:

@@ -2,9 +2,9 @@
 
 A group works in epochs. Stage 0 announces an epoch when every other stage is registered. Each stage
 ends its work of earlier epochs, and then sends heartbeats ("beats") with the new epoch. The group
-is complete (`is_whole`) when all stages have sent one. The epoch ends when a stage sends no beats,
-has a new incarnation, or has missed a step. All work of an ended epoch is void. Time is an
-argument, and the worker's lock guards the state.
+is complete (`is_whole`) when all stages send beats of this epoch. The epoch ends when a stage sends
+no beats, has a new incarnation, or has missed a step. All work of an ended epoch is void. Time is
+an argument, and the worker's lock guards the state.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class GroupStage:
     worker_id: str
     incarnation: str
     inbox: str
-    epoch: str = ""  # epoch of its latest beat; "": none
-    beat_s: float = float("-inf")  # time of its latest beat (monotonic)
+    epoch: str = ""  # epoch of the stage's latest beat; "": in no epoch
+    beat_s: float = float("-inf")  # time of the stage's latest beat (monotonic)
 
 
 class PipelineGroup:
@@ -72,7 +72,7 @@ class PipelineGroup:
             info = found.get(number)
             if info is None or info.incarnation != self._stages[number].incarnation:
                 del self._stages[number]
-                lost = f"stage {number} has left"
+                lost = f"stage {number} has left or was restarted"
         for number, info in found.items():
             if number not in self._stages:
                 self._stages[number] = GroupStage(info.worker_id, info.incarnation, info.inbox)
@@ -85,7 +85,7 @@ class PipelineGroup:
             return ""
         stage.beat_s, stage.epoch = now_s, epoch
         if self.is_whole and epoch != self.epoch:
-            return self.end(f"stage {number} has missed a step")
+            return self.end(f"stage {number} has left the epoch")
         if not self.is_whole and self.epoch and len(self._stages) == self.stages - 1:
             self.is_whole = all(
                 each.epoch == self.epoch and now_s - each.beat_s <= SILENT_S
@@ -127,7 +127,7 @@ def is_of_group(info: WorkerInfo, own: WorkerInfo) -> bool:
 def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
     """Conflicts between the settings of two stages of a group, with the remedy.
 
-    Fingerprints are not compared, because the directory rejects a worker with another one.
+    Fingerprints are not compared, because the directory rejects a worker whose fingerprint differs.
     """
     name = f"{other.worker_id} (stage {other.pipeline_stage} of {other.pipeline_group})"
     for field, label in (

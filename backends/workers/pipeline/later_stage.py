@@ -1,9 +1,9 @@
-"""A later stage of a pipeline group: receives steps, computes its layers, and sends steps on.
+"""A later stage of a pipeline group: computes its layers of each step, for the next stage.
 
 Stage 0 has the requests (first_stage.py). A step contains the pages of its tokens and the slots for
 their KV. A later stage writes its layers into these slots, and sends the digests (checksums of the
-layers) to stage 0, which commits the blocks. The last stage samples. The steps of an epoch arrive
-in order and without a gap. If a stage misses a step, the group starts a new epoch (group.py).
+layers) to stage 0, which commits the blocks. The last stage samples. Steps are numbered within an
+epoch. If a stage misses a number, the group starts a new epoch (group.py).
 
 Threads: the inbox queues steps, the engine's thread computes them in order, loaders read prefixes,
 the writer writes KV.
@@ -138,7 +138,7 @@ class StageWorker:
         self._engine.pages.check()
 
     def close(self, timeout_s: float) -> None:
-        """Leave the group. Its requests resume on other workers."""
+        """Leave the group, whose requests then resume on other workers."""
         with self._lock:
             self._is_closing, self._newest_epoch = True, ""
             self._lock.notify_all()
@@ -195,8 +195,8 @@ class StageWorker:
     def _end_epoch(self) -> None:
         """Wait until no work of this epoch reads or writes any more.
 
-        The wait is watched like a step: if it hangs, the process exits and is restarted. Otherwise
-        the group would never become complete.
+        `watch` supervises the wait like a step. If the wait hangs, the process exits and is
+        restarted. Otherwise the group would never become complete.
         """
         self._epoch = ""
         for puts in list(self._writing.values()):
@@ -228,7 +228,7 @@ class StageWorker:
         self._beat()
 
     def _load_prefix(self, wanted: PrefixWanted) -> None:
-        """Read this stage's layers of a cached prefix, and answer. In a loader's thread."""
+        """Read this stage's layers of a cached prefix, and answer. Runs in a loader's thread."""
         blocks = 0
         try:
             if wanted.epoch == self._newest_epoch:
@@ -315,7 +315,7 @@ class StageWorker:
         self._answer(StageWritten(step.epoch, stage, step.number, digests, errors))
 
     def _pass_on_failure(self, step: StageStep, error: str) -> None:
-        """Send the failed step on: later stages must miss no number, and stage 0 fails the jobs."""
+        """Send the failed step to the next stage, which must miss no number, and to stage 0."""
         begins, chunks = self._begins, len(step.works)
         assert begins is not None
         if begins.next_inbox:

@@ -1,9 +1,9 @@
 """Stage 0's list of a pipeline group's steps in flight, and of prefixes being loaded. Pure.
 
 A step is over when the last stage has computed it, and all stages except 0 have reported that their
-layers are written. At most `stages + 1` steps are in computation. That is enough to keep all stages
-busy, and an urgent prompt waits for few steps. Actions that must follow a request's last step, such
-as the release of its pages, are queued here. The worker's lock guards the state.
+layers are written. At most `stages + 1` steps are in computation: enough to keep all stages busy,
+but so few that an urgent prompt waits for few steps. Actions that must follow a request's last
+step, such as the release of its pages, are queued here. The worker's lock guards the state.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class PrefixLoad:
     number: int
     pages: frozenset[int]
     waiting: set[int]  # stages that have not answered
-    blocks: int  # number of leading blocks that all answers contain
-    late_s: float  # deadline of the answers (monotonic); later the epoch of the group ends
+    blocks: int  # number of leading blocks that all stages with an answer have loaded
+    late_s: float  # deadline of the answers (monotonic); after it the group's epoch ends
     is_lost: bool = False  # True: the epoch has ended
 
     @property
@@ -80,7 +80,7 @@ class StepWindow:
         self.next_number += 1
 
     def computed(self, number: int) -> SentStep | None:
-        """Record that the last stage has computed a step. None if it is unknown or was reported."""
+        """Record that the last stage has computed a step. None if no such step is in computation."""
         step = self._steps.get(number)
         if step is None or step.is_computed:
             return None
@@ -133,9 +133,9 @@ class StepWindow:
         return loads or any(job in step.jobs for step in self._steps.values())
 
     def late(self, now_s: float) -> str:
-        """Text that names a step or load past its time limit: a stage hangs, or a message is lost.
+        """An error text about a step or load past its time limit; "" if there is none.
 
-        "" if there is none. Without a limit, such a step or load would keep its pages for ever.
+        If a stage hangs or a message is lost, a step or load would keep its pages for ever.
         """
         for step in self._steps.values():
             if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):

@@ -1,12 +1,12 @@
 """A worker that changes its role (prefill or decode) in service.
 
-It is a `PrefillWorker` or a `DecodeWorker`, and keeps its engine, page pool and store client
-(lasting_parts.py) when it changes between the two. Steps of a change:
+A flipping worker is a `PrefillWorker` or a `DecodeWorker`, and keeps its engine, page pool and
+store client (lasting_parts.py) when it changes between the two. Steps of a change:
 
-    1. report that it drains     frontends route no new requests to it
-    2. check the other workers   if every other worker of its role drains too, it keeps its role.
-                                 All workers report before they check, so one of them stays
-    3. finish its requests       requests that were routed before step 1 are still accepted; after
+    1. report the drain          frontends route no new requests to this worker
+    2. check the other workers   if no other worker of the same role stays, this one keeps its role.
+                                 Each worker reports before it checks, so not all of them leave
+    3. finish the requests       requests that were routed before step 1 are still accepted; after
                                  DRAIN_S_MAX, unfinished requests resume on other workers
     4. leave and join again      with a new incarnation, in the other role
 
@@ -40,7 +40,7 @@ LOOK_S = 0.02  # interval of checks whether the worker is idle
 # Time for requests to finish; nearly all outputs take less. DRAIN_S_MAX + MOVE_S_MAX must be below
 # ORDER_S_MAX, after which the conductor's order expires (conductor/roles/controller.py).
 DRAIN_S_MAX = 60.0
-MOVE_S_MAX = 30.0  # then time for requests to fail, and for transfers into their pages to end
+MOVE_S_MAX = 30.0  # after DRAIN_S_MAX: time for requests to fail, and their transfers to end
 CLOSE_S = 10.0  # time limit for closing the worker of the old role
 
 ActiveWorker = PrefillWorker | DecodeWorker
@@ -154,7 +154,7 @@ class FlippingWorker:
         ]
         if not others:
             log.warning(
-                "%s keeps its role: there is no other %s worker",
+                "%s keeps its role: no other %s worker would stay",
                 process.worker_id,
                 process.info.role,
             )
