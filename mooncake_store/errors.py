@@ -21,7 +21,7 @@ class ProtocolMismatch(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The directory or a node did not answer in time, or cannot serve: go on without the store."""
+    """The directory or a node does not answer in time or cannot serve: do without the store."""
 
 
 class AccessRefused(StoreError):
@@ -45,7 +45,7 @@ class NodeNotAttached(NodeUnknown):
 
 
 class StoreFull(StoreError):
-    """No block may be evicted, or the directory is at a limit: go on without the store."""
+    """No block may be evicted, or the directory is at a limit: do without the store."""
 
 
 class QuotaExceeded(StoreFull):
@@ -95,6 +95,6 @@ _BY_NAME = _tree(StoreError)
 
 
 def named(kind: str, message: str) -> StoreError:
-    """The error that a reply contains. If this process has no class `kind`, it is a StoreError."""
+    """The error that a reply contains; a StoreError if this process has no class `kind`."""
     known = _BY_NAME.get(kind)
     return known(message) if known else StoreError(f"{kind}: {message}")

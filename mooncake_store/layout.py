@@ -185,7 +185,7 @@ class Geometry(NamedTuple):
         return slice(start, start + max(1, -(-size_bytes // self.unit_bytes)) * HEADER_BYTES)
 
     def digests(self, slot: int, size_bytes: int, layers: int) -> slice | None:
-        """The span of the block's digests; None if `layers` is 0 or its cells are too small."""
+        """The span of the block's digests; None if `layers` is 0 or the cells are too small."""
         cell_bytes = _digest_cell_bytes(self.unit_bytes)
         start = self.units * HEADER_BYTES + slot * cell_bytes
         room_bytes = max(1, -(-size_bytes // self.unit_bytes)) * cell_bytes

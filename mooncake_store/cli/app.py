@@ -188,7 +188,7 @@ def put(
     content = np.fromfile(file, np.uint8)
     with shown_errors(), StoreClient(find_directory(directory), tenant=tenant) as store:
         if not store.put([parse_key(name)], [content], node)[0]:
-            raise StoreError(f"{name} ({shown_bytes(content.nbytes)}) was not stored: no room")
+            raise StoreError(f"{name} was not stored: no room, or the write timed out")
         copies = store.stat([parse_key(name)])[0]
         if not copies:
             raise StoreError(f"{name} was stored and evicted at once: the nodes are full")

@@ -108,7 +108,7 @@ def distrust(folder: Path) -> str:
 
 
 def own_folder() -> Path:
-    """default_folder(), created if missing; BadParameter when it cannot be trusted."""
+    """default_folder(), created if missing. BadParameter: other users can write to it."""
     folder = default_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     if reason := distrust(folder):

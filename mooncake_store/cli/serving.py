@@ -1,8 +1,8 @@
 """A whole store on one host: a directory and storage nodes as child processes, until Ctrl-C.
 
 A child that exits is restarted at once, at most RESTARTS_MAX (child_processes.py) times a minute.
-At one exit more, `supervise` raises ChildDied, and the command stops all processes and prints the
-end of the child's log. `mooncake serve` has a launcher of its own, because it also starts Triton.
+After one more exit, `supervise` raises ChildDied. The command then stops all processes and prints
+the end of the child's log. `mooncake serve` has its own launcher, because it also starts Triton.
 """
 
 from __future__ import annotations

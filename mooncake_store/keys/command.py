@@ -23,8 +23,8 @@ NEXT = {
     "retire": "The old generation is no longer trusted.",
 }
 COPY = (
-    "Copy to each host its folder ({folder}/HOST). Most processes then read the new keys by "
-    "themselves. The launcher drains and restarts the workers' Tritons, one after the other"
+    "Copy to each host its folder ({folder}/HOST). Processes read new keys by themselves. If a "
+    "host's certificate has changed, its launcher drains and restarts its workers one by one"
 )
 
 app = typer.Typer(
@@ -93,7 +93,7 @@ def add_host(
         name, _, address = host.partition("=")
         Authority.read(folder).add_host(name, directory, days, address)
         typer.echo(f"made keys of host {name} in {folder / name}")
-        typer.echo(COPY.format(folder=folder) + " if their certificate has changed.")
+        typer.echo(COPY.format(folder=folder) + ".")
 
 
 @app.command("remove-host")

@@ -3,11 +3,11 @@
 Only tcp:// addresses use CURVE. Permissions of the file system protect ipc:// and Unix sockets. All
 directories share one CURVE key. Every host's folder has the public half of this key, because a
 client at first has only the address of a directory. Other servers (a storage node, a worker's
-inbox) make a new key at each start and publish its public half with their address:
+inbox) make a new key at each start. The addresses that they publish contain its public half:
 
     tcp://10.77.0.1:41234#<public key, 64 hex digits>
 
-Published keys need no renewal. They also make clients reject a process that took over a port.
+Such keys need no renewal. If another process takes over the port, clients reject that process.
 
 Not here: the admission of clients (gate.py), the handling of a rejection (wire/).
 """
@@ -139,7 +139,7 @@ def with_key_of(bound: str, advertised: str) -> str:
 class DirectoryKey:
     """Changes the key of the directory's sockets when another generation becomes active. A socket
     uses the key that it had at bind(). A new key therefore needs a new bind(), which breaks all
-    connections. Clients reconnect with the other key (PeerAccess) and repeat their requests."""
+    connections. Clients reconnect with the new key (PeerAccess) and repeat their requests."""
 
     def __init__(self, sockets: list[zmq.Socket[Any]]) -> None:
         """`sockets` must be bound, with the key of the active generation."""
@@ -250,7 +250,7 @@ class PeerAccess:
     def must_redial(self) -> bool:
         """True if a handshake failed and there are other or renewed keys: call connect() again,
         best with a new socket. False: none failed, or ZeroMQ itself retries with the only keys.
-        AccessRefused: all keys failed, or without a known cause SILENT_FAILURES_MAX handshakes."""
+        AccessRefused: all keys failed. Unexplained failures must also reach SILENT_FAILURES_MAX."""
         failure = self._newest_failure()
         if failure is None:
             return False

@@ -105,7 +105,7 @@ def certificate_in(folder: Path) -> x509.Certificate:
 def certificate_problems(
     keys: Keys, warn_before: datetime.timedelta = datetime.timedelta(), address: str = ""
 ) -> list[str]:
-    """Reasons why peers reject this host's certificate now or, if it expires, after `warn_before`.
+    """Reasons why peers reject this host's certificate now, or will reject it in `warn_before`.
     `address`: an address that the certificate must name; "": none."""
     try:
         certificate = certificate_in(keys.folder)
@@ -156,6 +156,6 @@ def _is_named(certificate: x509.Certificate, address: str) -> bool:
 def _has_signed(authority: x509.Certificate, certificate: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except Exception:  # for another issuer or a wrong signature, of several classes
+    except Exception:  # another issuer or a wrong signature; the errors have several classes
         return False
     return True

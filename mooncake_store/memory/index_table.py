@@ -5,18 +5,18 @@ directory's events (node/index_writer.py). Readers need no messages and no locks
 one copy of one block: block key, node, slot, generation, checksum, size. The checksum of the entry
 itself comes last, so a reader ignores a partly written entry, whatever the memory order of the CPU.
 
-    head      magic, number of buckets, epoch and sequence of the last applied event, stamp
-    names     the names of the nodes, each with a checksum; entries contain a name's number + 1
+    head      magic, number of buckets, epoch and sequence of the last applied event, and a stamp:
+              the time up to which all events are applied
+    names     the names of the nodes, each with a checksum; an entry has the number of a name + 1
     buckets   512 bytes each: 7 tags and 7 entries of 64 bytes
 
 A block key hashes to two buckets. The tag of an entry is the hash of its block key with bit 0 set;
 a tag of 0 marks a free entry. All tags of a bucket are in one cache line. If both buckets are full,
-a new entry replaces one of a node on another host. Entries of this host's nodes are replaced only
-by such entries, and only if both buckets have no others.
+a new entry replaces one of a node on another host. If all entries there are of this host's nodes, a
+new entry of this host's nodes replaces one of them, and other new entries are not stored.
 
 The file belongs to one user (mode 0600). The writer holds an exclusive flock on the file until it
-exits, so another node can detect when to take over. Readers search the table in C (native.c), or
-with numpy on a host without a compiler.
+exits, so another node can take over. Readers search in C (native.c), or else with numpy.
 
 Not here: the handling of a stale or wrong entry (client/index_reader.py).
 """
@@ -89,7 +89,7 @@ def is_wanted() -> bool:
 
 
 def table_path(segment_path: str, directory: str) -> str:
-    """The table's path: in the folder of the segment, or in /dev/shm if that is a hugetlbfs."""
+    """The table's path: in the segment's folder, or in /dev/shm if that folder is a hugetlbfs."""
     folder = os.path.dirname(segment_path.split(":")[0]) or "."
     if is_hugetlbfs(folder):
         folder = "/dev/shm"
@@ -115,7 +115,7 @@ def remove_dead_tables(path: str) -> None:
 
 
 def table_bytes(segment_bytes: int) -> int:
-    """Bytes of all buckets: 1/128 of the segment, rounded down to a power of two, in the limits."""
+    """Bytes of all buckets: 1/128 of the segment, from BYTES_MIN to BYTES_MAX, a power of two."""
     wished = min(BYTES_MAX, max(BYTES_MIN, segment_bytes // 128))
     return 1 << (wished.bit_length() - 1)
 
@@ -134,7 +134,7 @@ def _buckets_of(hashed: int, mask: int) -> tuple[int, int]:
 
 
 class IndexTable:
-    """The table as its writer uses it, from one thread."""
+    """The writer's side of the table, for a single thread."""
 
     def __init__(self, path: str, size_bytes: int) -> None:
         """Create the table. `size_bytes`: of all buckets, a power of two. SegmentRefused: another
@@ -144,8 +144,8 @@ class IndexTable:
         self.path = path
         self._mask = buckets - 1
         self._names: dict[str, int] = {}
-        self._local: set[int] = set()  # nodes of this host: their numbers plus 1, as in entries
-        self._turn = 0  # number of searches for an entry to replace; each starts at the next entry
+        self._local: set[int] = set()  # numbers + 1 of the nodes of this host, as in entries
+        self._turn = 0  # number of searches for an entry to replace; rotates the first candidate
         self.entries = 0
         _refuse_living(path)
         self._descriptor = create_locked(path)
@@ -211,7 +211,7 @@ class IndexTable:
                 self.entries -= 1
 
     def _place(self, key: bytes, hashed: int, node: int) -> tuple[int, int] | None:
-        """The (bucket, way) for this copy's entry; None if this copy may replace no other entry."""
+        """The (bucket, position in it) for this copy's entry; None if it may replace no other."""
         there = self._of(key, hashed)
         for at, other in there:
             if other == node:
@@ -232,7 +232,7 @@ class IndexTable:
         return remote[0] if remote else turned[0] if is_local else None
 
     def _of(self, key: bytes, hashed: int) -> list[tuple[tuple[int, int], int]]:
-        """The entries of this block key: ((bucket, way), number of the node plus 1)."""
+        """The entries of this block key: ((bucket, position in it), number of the node plus 1)."""
         found, tag = [], hashed | 1
         for bucket in _buckets_of(hashed, self._mask):
             start = self._tag_at(bucket, 0)
@@ -319,7 +319,7 @@ def _entry_at(bucket: int, way: int) -> int:
 
 
 class IndexView:
-    """The table as a reader uses it. Thread-safe."""
+    """A reader's side of the table. Thread-safe."""
 
     def __init__(self, path: str) -> None:
         """SegmentRefused: the table is missing, incomplete, or of another user or release."""

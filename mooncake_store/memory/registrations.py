@@ -5,9 +5,9 @@ is registered for one call. Registration is cheap over CMA and TCP, which pin no
 the memory, which costs more than the transfer of a header. Therefore small buffers for headers and
 digests stay registered and are reused.
 
-After a call has timed out, NIXL may still read or write the call's memory. That memory therefore
-stays registered and alive until the process ends, and no later call reuses a small buffer of it.
-WriteGivenUp is an exception: NIXL no longer reads the memory, so it is unregistered or reused.
+After a call has timed out, NIXL may still read or write the call's memory. This memory therefore
+stays registered and alive until the process ends, and small buffers in it are never reused. But an
+abandoned write (WriteGivenUp) has stopped reading its memory, so this memory is freed as usual.
 
 Not here: making flat views (buffers.py).
 """
@@ -49,7 +49,7 @@ class Registrations:
     def __init__(self, transports: MemoryUser) -> None:
         self._transports = transports
         self._lock = threading.Lock()
-        self._known: dict[int, ByteArray] = {}  # address -> buffer of an `add`
+        self._known: dict[int, ByteArray] = {}  # address -> buffer that `add` has registered
         self._users: dict[tuple[int, int], int] = {}  # (address, bytes) -> number of calls using it
 
     def add(self, buffer: ByteArray) -> None:
@@ -68,8 +68,8 @@ class Registrations:
             self._transports.unregister(known)
 
     def _covers_all(self, buffers: Sequence[ByteArray]) -> bool:
-        """True if all `buffers` are views of registered buffers, or all lie in a single one. This
-        is a fast test for the common case; after False, test each buffer by `_covers`."""
+        """True if all `buffers` are views of registered buffers, or if one registered buffer covers
+        them. This is a fast test for the common case; after False, `_covers` tests each buffer."""
         with self._lock:
             wholes = set(map(id, self._known.values()))
         if all(id(buffer.base) in wholes for buffer in buffers):

@@ -73,7 +73,7 @@ class SegmentPart(NamedTuple):
 
 
 class Mapping:
-    """The address range of a segment. It stays mapped while `view` or a slice is referenced."""
+    """The address range of a segment, mapped while `view` or a part of it is referenced."""
 
     def __init__(self, parts: Sequence[SegmentPart]) -> None:
         size_bytes = sum(part.size_bytes for part in parts)
@@ -198,8 +198,8 @@ class Segment:
                 os.close(part.descriptor)
             if isinstance(error, OSError):
                 raise SegmentRefused(
-                    f"cannot create segment {path} of {size_bytes} bytes: {error.strerror} (on a "
-                    "hugetlbfs, use whole huge pages, and no more than the administrator reserved)"
+                    f"cannot create segment {path} of {size_bytes} bytes: "
+                    f"{error.strerror or error} (a hugetlbfs needs whole, reserved huge pages)"
                 ) from error
             raise
 
@@ -218,8 +218,8 @@ class Segment:
             found_bytes = sum(part.size_bytes for part in parts)
             if not all(part.size_bytes for part in parts) or size_bytes not in (None, found_bytes):
                 raise SegmentRefused(
-                    f"segment {path} has {found_bytes} bytes, its node announced {size_bytes}: "
-                    "the node is restarting, try again"
+                    f"segment {path} has {found_bytes} bytes, its node announced "
+                    f"{size_bytes or 'another size'}: the node is restarting, try again"
                 )
             return cls(path, parts, is_owner=False)
         except BaseException:
@@ -266,7 +266,7 @@ class Segment:
             for one, descriptor in zip(self.path.split(SEPARATOR), self._descriptors, strict=True):
                 if self.is_owner:
                     unlink_if_same(one, descriptor)
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may still have it open
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked children may have it open
                 os.close(descriptor)
             self._descriptors = []
             self._mapping = None

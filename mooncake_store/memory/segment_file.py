@@ -38,7 +38,7 @@ class NoRoom(SegmentRefused):
 
 
 def create_locked(path: str) -> int:
-    """Create and lock a file, instead of one without an owner; returns the descriptor."""
+    """Create a locked file, which replaces a file without an owner; returns its descriptor."""
     for _ in range(ATTEMPTS_MAX):
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -53,7 +53,7 @@ def create_locked(path: str) -> int:
             ) from error
         if try_lock(descriptor, fcntl.LOCK_EX, keep=True) and _is_same(path, descriptor):
             return descriptor
-        os.close(descriptor)  # another process found the new file before it was locked
+        os.close(descriptor)  # another process locked or replaced the new file first
     raise SegmentRefused(f"segment {path} is being created by another process; use another path")
 
 
@@ -80,7 +80,7 @@ def _remove_stale(path: str) -> None:
 
 
 def refuse_without_room(files: Sequence[tuple[str, int]]) -> None:
-    """NoRoom: too little memory is free. SegmentRefused: a whole filesystem is too small."""
+    """NoRoom: too little memory is free. SegmentRefused: the files exceed a filesystem's size."""
     needed_bytes: dict[int, int] = {}  # by device number of the filesystem
     set_aside: set[int] = set()  # device numbers of hugetlbfs; MemAvailable excludes their pages
     for path, size_bytes in files:
@@ -115,7 +115,7 @@ def _free_bytes(folder: str) -> int:
 
 
 def prove_memory(path: str, descriptor: int, size_bytes: int) -> None:
-    """Allocate all pages of the file. NoRoom: there are not enough."""
+    """Allocate all pages of the file. NoRoom: too few pages are free."""
     try:
         os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:

@@ -1,13 +1,14 @@
 """The slots of a segment: each has a 64-byte header and a payload.
 
-A header names the block in the slot and shows whether the block is complete. It also has the
-generation, a number that is larger for each later use of the slot. The writer of the slot writes
-the header. After a restart of the directory, the node lists its blocks from the headers. A header
-ends with a checksum of its fields, so that a reader detects a partly written header.
+A header names the block in the slot and shows whether the block is complete. Its `generation` is a
+number that is larger for each later use of the slot. The writer of the slot writes the header.
+After a restart of the directory, the node lists its blocks from the headers. A header ends with a
+checksum of its fields, which detects a partly written header.
 
 A segment consists of units, each with a header. The header of a block is that of its first unit,
 and the writer of a block first clears the headers of its other units. Blocks of several sizes share
-the memory, so a later block may begin inside an older one. A reader detects this by the header.
+the memory, so a later block may begin inside an older one. Then a header is inside the older block,
+which shows readers that the older block is invalid.
 
 After the headers, each unit has a cell. The cells of a block's units contain the digests of its
 layers. The block's checksum verifies the digests (digests.py), so no writer clears old digests.
@@ -63,7 +64,7 @@ assert _COLUMNS.itemsize == HEADER_BYTES == FIELDS.size + _COLUMNS["own"].itemsi
 class SlotHeader(NamedTuple):
     """The header of one use of a slot."""
 
-    state: int  # STATE_WRITING: the payload is not valid; STATE_READY: complete
+    state: int  # STATE_WRITING: payload incomplete; STATE_READY: payload complete
     generation: int  # number of this use of the slot; below GENERATION_MAX
     key: bytes  # block key, 16 bytes
     checksum: int  # of the payload (digests.py); in STATE_WRITING instead the writer's lease in ms
@@ -226,9 +227,8 @@ class SlotMemory:
         return self.view[start : start + size_bytes]
 
     def blocks(self) -> list[Block]:
-        """The blocks of all valid headers, in the order of their slots. A segment of a terabyte has
-        millions of headers, most of them empty. Therefore numpy first finds the headers with the
-        magic, and only these are verified one by one."""
+        """The blocks of all valid headers, in the order of their slots. Only headers with the magic
+        are verified one by one, because a segment of a terabyte has millions of headers."""
         table = self.view[: self.shape.units * HEADER_BYTES].view(_COLUMNS)
         slots = np.flatnonzero(table["magic"] == int.from_bytes(MAGIC, "little"))
         # A copy, because writers may change headers. Partly written headers fail their checksum.

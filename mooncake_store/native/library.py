@@ -2,12 +2,12 @@
 
 The wheel remains pure Python: it contains `native.c`, which the host's `cc` compiles for the host's
 CPU, once for each version of the file. Every native function has a Python version with the same
-results. On hosts without a compiler, `library()` returns None, and `why_not()` the reason.
+results. On hosts without a compiler, `library()` returns None, and `why_not()` returns the reason.
 MOONCAKE_NATIVE=off selects Python everywhere.
 
-The cache folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake. If this
-user cannot write there, a folder in the system's temporary folder is used. A library that another
-user could have written is not loaded. While one process compiles, others wait.
+The cache folder is MOONCAKE_CACHE, else XDG_CACHE_HOME/mooncake, else ~/.cache/mooncake. A folder
+in the system's temporary folder is used instead if this user cannot write there or others can. A
+library that another user could have written is not loaded. While one process compiles, others wait.
 
 Not here: the functions' arguments, which their callers declare (`function`).
 """
@@ -97,7 +97,7 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
             return ctypes.CDLL(str(path)), ""
         except OSError:
             if not os.statvfs(path).f_flag & os.ST_NOEXEC:
-                path.unlink()  # incomplete, or from a broken compiler: the next process recompiles
+                path.unlink()  # the library is incomplete or wrong: the next process recompiles
             raise
     except (_Unusable, OSError) as error:
         return None, str(error)

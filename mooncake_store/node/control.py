@@ -42,14 +42,14 @@ from mooncake_store.wire.request_reply import Responder, listening
 
 THREADS = 4
 REQUESTS_MAX = 256  # requests accepted and not yet answered
-GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # then the directory must drop the SSD copy
+GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory must drop such an SSD copy
 
 
 class NodeControl:
     """Receives requests from construction on, and answers them from serve() until close()."""
 
     def __init__(self, address: str) -> None:
-        """RequestInvalid: the address cannot be bound. For port 0, see `self.address`."""
+        """Bind; with port 0, `self.address` has the real port. RequestInvalid: cannot bind."""
         self._responder: Responder[AnyControl] = Responder(get_args(AnyControl), "node")
         self._context = zmq.Context()
         try:
@@ -124,7 +124,7 @@ class NodeControl:
         if self._thread is not None:
             self._thread.join()
         self._pool.shutdown(wait=True, cancel_futures=True)
-        while self._answers:  # among them the answer to `leave`, which ends the node
+        while self._answers:  # one may be the answer to `leave`, after which the node exits
             self._send(self._answers.popleft())
         self._context.destroy(linger=200)
         os.close(self._wakeup)

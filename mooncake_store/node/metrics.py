@@ -110,8 +110,7 @@ def transfer_families(prefix: str, counted: Mapping[str, TransferCounters]) -> I
 
 
 def _rows(counted: Mapping[str, object], **attributes: str) -> Rows:
-    """One row per object and keyword: ((object's name, keyword), value of the attribute that the
-    keyword's value names)."""
+    """For each object and each label=attribute: ((object's name, label), attribute's value)."""
     for name, each in sorted(counted.items()):
         for label, attribute in attributes.items():
             yield (name, label), getattr(each, attribute)

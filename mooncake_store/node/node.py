@@ -72,10 +72,10 @@ class NodeOptions:
     must_reset_ssd: bool = False  # whether to discard the blocks in ssd_folder
     control: str = ""  # address of the control socket; "": no control socket
     data: str = ""  # HOST:PORT of the segment's plain TCP server; "": no TCP server
-    advertised: str = ""  # "CONTROL,DATA", their addresses for clients; "": the bound addresses
+    advertised: str = ""  # "CONTROL,DATA", both as clients reach them; "": the bound addresses
     rack: str = ""  # operator's label; nodes with the same label have a short network path
     directory: str = ""  # address of the directory, or etcd://... of elected directories
-    events: str = ""  # address of the event stream; "" if an election in etcd names it, or unused
+    events: str = ""  # address of the event stream; "": unused, or known from the election in etcd
     has_other_hosts: bool = False  # whether other hosts can reach the directory
     metrics_port: int = 0  # 0: no Prometheus page
     metrics_address: str = LOOPBACK
@@ -101,7 +101,7 @@ class StorageNode:
         self._registrations: list[Registration] = []
         self._tier: SsdTier | None = None
         self._tier_retry_s = 0.0  # monotonic time of the next attempt to open the tier
-        self._is_unanswered = False  # whether the last report had no answer
+        self._is_unanswered = False  # whether the last report failed
         self._index: IndexWriter | None = None
         try:
             self._open(leave)
@@ -216,7 +216,7 @@ class StorageNode:
         except NixlUnavailable as error:
             if not options.data:
                 raise
-            log.warning("node_id=%s serves plain TCP only: %s", options.node_id, error)
+            log.warning("node_id=%s serves other hosts by plain TCP: %s", options.node_id, error)
             return OpenAgents()
         self._closers.append(agents.close)
         return agents
@@ -307,7 +307,7 @@ class StorageNode:
 
     def report(self) -> bool:
         """Report to the directory, and register if necessary. True if the directory has answered.
-        RequestInvalid: the directory rejects this node, for example after a newer one's start."""
+        RequestInvalid: the directory rejects this node, which a newer process may have replaced."""
         is_wished = self.options.ssd_folder and self._tier is None
         if is_wished and time.monotonic() >= self._tier_retry_s:
             self._retry_tier()

@@ -2,8 +2,8 @@
 
 A directory that has dropped the holder answers a report with `false`. A restarted or newly elected
 directory answers with EpochPassed. In both cases the holder registers again under the same
-incarnation and sends its inventory, a list of its blocks, in batches. It gets no new blocks before
-the last batch. An interrupted inventory is sent again from the start, after a new registration.
+incarnation and sends its inventory, a list of its blocks, in batches. The holder gets no new blocks
+before the last batch. After an interruption it registers again and repeats the whole inventory.
 
 Not here: the contents of a holder (slot_memory.py, ssd/), the time of each report (node.py).
 """
@@ -49,7 +49,7 @@ class Registration:
             self._directory.deregister_node(info.node_id, info.incarnation)
         self._is_open = False
         # The epoch is set before the inventory is read. A writer of headers checks the epoch after
-        # its write (control.py). If it finds the old epoch, the inventory includes its headers.
+        # its write (control.py). If the writer finds the old epoch, the inventory has its headers.
         self.epoch = self._directory.register_node(info)
         self._is_known = True
         self._send_inventory()
@@ -84,11 +84,11 @@ class Registration:
                 adopted = self._patient.adopt(
                     node_id, incarnation, batch, is_last, epoch=self.epoch
                 )
-                # Report between batches: a long inventory must not look like a dead node.
+                # Report between batches, because a node without reports counts as dead.
                 self._directory.node_report(node_id, incarnation, epoch=self.epoch)
         except RequestInvalid as error:
             self._is_refused = True
-            raise StoreError(f"the inventory of {node_id} was rejected: {error}") from error
+            raise StoreError(f"{node_id}: directory rejected the inventory: {error}") from error
         self._is_refused = False
         if blocks:
             log.info("node_id=%s directory adopted %d of %d blocks", node_id, adopted, len(blocks))

@@ -71,7 +71,7 @@ class Spiller:
             except (StoreUnavailable, NodeUnknown):
                 pass  # StorageNode.report logs such outages
             except StoreError as error:
-                log.warning("node_id=%s spilling: %s", self._node_id, error)
+                log.warning("node_id=%s cannot spill a batch: %s", self._node_id, error)
             except Exception:  # catch all, because a bug must stop neither spilling nor the node
                 log.exception("node_id=%s spilling failed", self._node_id)
             if not has_more:
@@ -114,7 +114,7 @@ class Spiller:
             return None
         digest = self._memory.checksum(spill.slot, spill.size_bytes, header.layers)
         if spill.checksum not in (0, digest):  # 0: the block has no checksum, and gets one here
-            log.warning("node_id=%s block %s is corrupt", self._node_id, spill.key.hex())
+            log.warning("node_id=%s block %s in DRAM is corrupt", self._node_id, spill.key.hex())
             return None
         return SsdEntry(
             spill.key, spill.ssd_slot, spill.ssd_generation, digest, spill.size_bytes, header.layers

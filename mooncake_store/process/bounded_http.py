@@ -77,17 +77,17 @@ class BoundedHttpServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore errors of closed connections."""
+        """Ignore OSErrors, because closed connections cause them."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
     def _make_room(self, connections: list[socket.socket]) -> None:
-        """Close the oldest connection without a complete request, or the oldest. Needs `_lock`."""
+        """Close the oldest silent connection, or else the oldest. The caller holds `_lock`."""
         silent = [each for each in connections if each not in self._answered]
         self._end((silent or connections)[0])
 
     def _end(self, connection: socket.socket) -> None:
-        """Shut a connection down; its thread then reads the end of the stream. Needs `_lock`."""
+        """Shut a connection down, which ends its thread. The caller holds `_lock`."""
         del self._connections[connection]
         self._answered.discard(connection)
         with contextlib.suppress(OSError):

@@ -1,10 +1,10 @@
 """The log file of a child process, kept below a size limit while the child writes.
 
-A child would write to its open file even if the file were renamed. Therefore the older part of the
+After a rename, a child would continue to write to the renamed file. Therefore the older part of the
 log is copied to `NAME.1` and removed from the front of the file. On ext4 and xfs, Linux removes the
 front atomically (FALLOC_FL_COLLAPSE_RANGE), so no line is lost. On other file systems the file is
-truncated right after the copy, and lines that the child writes in the microseconds between copy and
-truncation are lost. The previous `NAME.1` is replaced.
+truncated right after the copy. Lines that the child writes in the microseconds between copy and
+truncation are lost there. The previous `NAME.1` is replaced.
 
 Not here: when the size is checked (child_processes.py).
 """

@@ -26,7 +26,7 @@ class PortTaken(StoreError):
 
 
 class MetricsPage:
-    """Serves until close(). `port` 0 takes any free port, which the attribute `port` has then."""
+    """Serves until close(). With port 0 it takes a free port, see the attribute `port`."""
 
     def __init__(self, port: int, collectors: Sequence[Collector], host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()

@@ -8,7 +8,7 @@ flock, so two nodes never write one file.
 
 A lane moves batches of blocks. `NixlLane` posts a batch to NIXL's POSIX plugin, which keeps many
 requests in the disk's queue. `ThreadLane` calls preadv and pwritev in a few threads.
-bench/RESULTS.md compares their speed. Both lanes start a batch with post() and await it with
+bench/RESULTS.md compares their speed. Both kinds start a batch with post() and await it with
 wait(), so that the caller can verify one batch while the next one is in flight. `Lanes` gives each
 lane to one thread at a time.
 
@@ -44,7 +44,7 @@ IO_ALIGN_BYTES = 4096
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 LANES_MAX = 4  # lanes in use at once; each may have several batches in flight
 THREADS = 8  # shared by all ThreadLanes of a file
-SPIN_S = 0.0002  # first part of a wait, which polls without sleep because a sleep takes 0.1 ms
+SPIN_S = 0.0002  # at first, a wait polls without sleep for this time; a sleep takes about 0.1 ms
 # later, each sleep is this fraction of the time waited so far, so the wait is at most 6 % too long
 WAIT_STEP = 1 / 16
 
@@ -240,7 +240,7 @@ unfinished = Unfinished()
 
 
 class Lanes:
-    """The lanes of one file and one memory. If NIXL's plugin does not work, they use threads."""
+    """The lanes of one file and one memory. If NIXL's plugin does not work, lanes use threads."""
 
     def __init__(
         self, descriptor: int, memory: ByteArray, file_bytes: int, wished: str = "nixl"

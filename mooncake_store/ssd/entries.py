@@ -9,7 +9,7 @@ block whose bytes may have been replaced. Such bytes are never used: either the 
 with a higher generation, which replaces the old entry, or the old block's checksum fails.
 
 Blocks in the table never overlap. A byte string with one byte per unit shows where blocks start. A
-backward search in it finds the block before a slot, which is the only one that may reach into it.
+backward search finds the last block before a slot. No other earlier block can reach into the slot.
 
 Not here: the file (manifest.py), the blocks (block_file.py), the choice of blocks (the directory).
 """

@@ -1,9 +1,9 @@
 """The SSD tier's manifest file: an append-only log, so that blocks survive a restart of the node.
 
 Records are written without fsync. They survive the death of the process, even by kill -9, because
-the kernel has them. After a power cut, records or bytes of blocks may be missing. Lost records are
-harmless (entries.py), and a checksum detects lost bytes. When most records are obsolete, a new file
-is written and renamed over the old one.
+they are in the kernel's page cache. After a power cut, records or bytes of blocks may be missing.
+Lost records are harmless (entries.py), and a block's checksum detects lost bytes. When most records
+are obsolete, a new file is written and renamed over the old one.
 
 A manifest with an invalid header, or for another unit size, is renamed to `.damaged`, and the tier
 starts empty. A manifest of another release stops a starting node instead, because the operator may

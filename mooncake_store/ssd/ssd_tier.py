@@ -40,7 +40,7 @@ from mooncake_store.ssd.entries import SsdEntry, SsdShape
 from mooncake_store.ssd.manifest import Manifest
 
 log = logging.getLogger("mooncake_store.ssd")
-PART_BYTES = 2 * 2**20  # size of a part, which is verified while the next parts are read
+PART_BYTES = 2 * 2**20  # a call moves parts of this size; one is verified while others are read
 PARTS_AHEAD = 4  # maximum number of parts of one call in flight
 PART_ROWS_MAX = 128  # maximum number of blocks in a part
 GRACE_S = 0.5  # time after the deadline in which a working disk ends all requests in flight
@@ -60,7 +60,7 @@ class LoadOutcome(Enum):
 
     WHOLE = "whole"  # in the segment and verified
     MISSING = "missing"  # no longer in the manifest
-    CORRUPT = "corrupt"  # dropped from the manifest
+    CORRUPT = "corrupt"  # its checksum is wrong; dropped from the manifest
     UNREADABLE = "unreadable"  # the disk reported an error
     LATE = "late"  # not started before the deadline
 
@@ -108,13 +108,13 @@ class SsdTier:
 
     @property
     def state(self) -> str:
-        """ "direct" (by O_DIRECT) or "buffered", then the kind of lane ("nixl" or "threads"), then
-        "closed for writing" if `is_writable` is False."""
+        """As text: I/O of the file ("direct" or "buffered"), kind of lane ("nixl" or "threads"),
+        and "closed for writing" if `is_writable` is False."""
         how = "direct" if self._file.is_direct else "buffered"
         return f"{how}, {self._lanes.kind}" + ("" if self.is_writable else ", closed for writing")
 
     def write(self, jobs: Sequence[BlockJob]) -> list[bool]:
-        """Write blocks to the file. True for each written block; only keep() makes it loadable."""
+        """Write blocks to the file. True: the block is written, and keep() can make it loadable."""
         written = [False] * len(jobs)
         if not self.is_writable:
             return written
@@ -163,7 +163,7 @@ class SsdTier:
     ) -> list[LoadOutcome]:
         """Load blocks into the segment, until `until_s` (monotonic). `on_digests` receives the
         packed layer digests of each verified block, or b"" if the block has no layers.
-        TransferTimeout: the disk hangs, and bytes may still arrive. TransferFailed: busy lanes."""
+        TransferTimeout: the disk hangs; bytes may still arrive. TransferFailed: no free lane."""
         known = [self.manifest.table.find(job.entry.slot) == job.entry for job in jobs]
         outcomes = [LoadOutcome.LATE if is_known else LoadOutcome.MISSING for is_known in known]
         indices = [index for index, is_known in enumerate(known) if is_known]
@@ -207,15 +207,15 @@ class SsdTier:
         )
         try:
             self.manifest.drop(entry.slot, entry.generation)
-        except OSError as error:  # the file keeps the PUT; the checksum fails after a restart too
+        except OSError as error:  # the file still lists the block; its checksum will fail again
             self._close_for_writing(error)
 
     def _move(
         self, is_write: bool, jobs: Sequence[BlockJob], indices: Sequence[int], until_s: float
     ) -> Iterator[tuple[int, OSError | None]]:
         """Move these jobs; yields (index, error or None) for each, part by part. While the caller
-        handles one part, the next parts are in flight. After `until_s` no part is started. Jobs of
-        parts that were not started are not yielded. A started part ends by `until_s` + GRACE_S."""
+        handles one part, the next parts are in flight. After `until_s` no part is started, and the
+        remaining jobs are not yielded. TransferTimeout: a part takes beyond `until_s` + GRACE_S."""
         parts = [
             (part, [self._row(jobs[index]) for index in part]) for part in _parts(jobs, indices)
         ]
