@@ -7,7 +7,7 @@ digests stay registered and are reused.
 
 After a call has timed out, NIXL may still read or write the call's memory. This memory therefore
 stays registered and alive until the process ends, and small buffers in it are never reused. But an
-abandoned write (WriteGivenUp) has stopped reading its memory, so this memory is freed as usual.
+abandoned write (WriteGivenUp) no longer reads its memory, which is therefore freed as usual.
 
 Not here: making flat views (buffers.py).
 """

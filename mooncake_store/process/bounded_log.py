@@ -20,7 +20,7 @@ from typing import BinaryIO
 COLLAPSE_RANGE = 0x08  # FALLOC_FL_COLLAPSE_RANGE of linux/falloc.h
 COPY_BYTES = 1 << 20  # bytes per read
 LOG_BYTES_MAX = 64 * 2**20  # default limit of a log; `NAME.1` is about as large
-LOG_BYTES_MIN = 64 * 2**10  # smallest allowed limit; a start writes less
+LOG_BYTES_MIN = 64 * 2**10  # smallest allowed limit; has room for the last lines of a start
 
 
 class BoundedLog:
