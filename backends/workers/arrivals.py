@@ -24,11 +24,11 @@ class Arrival:
     # Block -> (node, slot, generation) from which its layers were read.
     identity: dict[int, tuple[str, int, int]] = field(default_factory=dict)
     is_loading: bool = False  # the loader is reading an announced layer into the pages
-    since_s: float | None = None  # time of the first LayersReady; None: no layer was announced
+    since_s: float | None = None  # time of the first LayersReady; None: the request came before it
     read_bytes: dict[str, int] = field(default_factory=dict)  # transport -> bytes
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
-        """Record that layers were read. If the block has moved, its older layers do not count."""
+        """Record read layers. If the block has a new slot, layers from its old slot do not count."""
         slot = (ref.node_id, ref.slot, ref.generation)
         if self.identity.get(ref.index, slot) != slot:
             self.layers_of[ref.index] = set()
@@ -45,7 +45,7 @@ class Arrival:
 
 
 class Arrivals:
-    REFUSED_MAX = 10_000  # remembered requests; above it the oldest is forgotten
+    REFUSED_MAX = 10_000  # most remembered requests; a further one replaces the oldest
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s

@@ -138,7 +138,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             )
 
     def _check_again(self, request: DecodeRequest, tokens: int) -> None:
-        """Raise Overloaded if steps would exceed `tbt_slo_s`. The caller holds the lock."""
+        """Raise Overloaded if a step would exceed `tbt_slo_s`. The caller holds the lock."""
         jobs = self.jobs.values()
         there = BatchOnArrival(
             sum(len(job.token_ids) for job in jobs),
@@ -175,7 +175,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self._repliers.close(max(0.0, give_up_s - time.monotonic()))
 
     def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
-        """Queue a request for a slot. False: the queue is full. The caller holds the lock."""
+        """Queue a request for admission. False: the queue is full. The caller holds the lock."""
         now_s = time.monotonic()
         return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, arrived_s=now_s)
 
@@ -437,8 +437,8 @@ class MessagePace:
 
 
 class Repliers:
-    """Threads that send replies. Sending blocks until Triton has taken the reply, and the engine's
-    thread must not wait for that."""
+    """Threads that send replies. A send waits until Triton has taken the reply, but the engine's
+    thread must not wait."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(REPLIERS, thread_name_prefix="replier")

@@ -197,7 +197,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.tokens_given = len(self.token_ids)  # number of tokens at the arrival
         self.prompt_ids = self.token_ids[: request.prompt_tokens]
         self.output_ids = self.token_ids[request.prompt_tokens :]
-        self.arrival: Arrival | None = None  # its pages and their contents; None: no pages
+        self.arrival: Arrival | None = None  # the job's pages and their contents; None: no pages
         self.queue_s = 0.0  # this and the next two values are for DecodeReply
         self.load_s = 0.0
         self.loaded_early_blocks = 0

@@ -1,8 +1,8 @@
 """Reads KV from the store into engine pages and verifies it against checksums.
 
-A missing block is part of a method's result, never an exception. A prefill worker loads the cached
-prefix. A decode worker loads the handed-over KV: layers when they are announced, the remaining
-blocks when the request arrives.
+Methods report missing blocks in their result, never by an exception. A prefill worker loads the
+cached prefix. A decode worker loads the handed-over KV: layers when they are announced, and the
+remaining blocks when the request arrives.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class KvLoader:
 
     @contextlib.contextmanager
     def _counting(self, arrival: Arrival) -> Iterator[None]:
-        """Add the bytes that the `with` block reads to `arrival`. Only for a single loader."""
+        """Add the bytes that the `with` block reads to `arrival`. No other thread may read."""
         before = {name: counted.read_bytes for name, counted in self._store.counters().items()}
         yield
         for name, counted in self._store.counters().items():
@@ -71,7 +71,7 @@ class KvLoader:
                 arrival.read_bytes[name] = arrival.read_bytes.get(name, 0) + moved
 
     def load_announced(self, arrival: Arrival, message: LayersReady) -> None:
-        """Read what `message` announces. `load_rest` reads blocks that do not arrive here."""
+        """Read what `message` announces. If a block does not arrive, `load_rest` reads it later."""
         late = self.pending_pages()
         refs = [
             ref
@@ -176,7 +176,7 @@ class PageGuard:
         self.settle()
 
     def settle(self) -> None:
-        """Return released pages without pending transfers to the pool. Call it regularly."""
+        """Return released pages without pending transfers to the pool. Must be called regularly."""
         if self._waiting:
             pending = self._pending_pages()
             self._pool.release([page for page in self._waiting if page not in pending])

@@ -53,14 +53,14 @@ class BlockPut:
     reserve_tokens: int = 0  # tokens for which the decode worker reserves pages
     tenant: str = ""  # tenant whose quota the indexed blocks count against
     slots: dict[int, Slot] = field(default_factory=dict)  # block -> its allocated slot
-    slot_keys: dict[int, bytes] = field(default_factory=dict)  # block -> block key in its slot
+    slot_keys: dict[int, bytes] = field(default_factory=dict)  # block -> block key of its slot
     refs: dict[int, BlockRef] = field(default_factory=dict)  # committed and cached blocks
     digests: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> layer -> digest
     is_owner: bool = True  # True: this worker releases the leases; False: pipeline stage 0 does
     error: Exception | None = None  # first error; nothing is written after it
     rings: LayerRings | None = None  # layer ring buffers of a layer-wise request, used as pages
     in_place: set[int] = field(default_factory=set)  # blocks that the engine itself writes to slots
-    is_ended: bool = False  # the request fails or leaves: nothing more is written
+    is_ended: bool = False  # True: the request has failed or left, so nothing more is written
 
     def unstored_blocks(self) -> list[int]:
         """The blocks of a layer-wise request that the local node does not have yet."""
@@ -99,7 +99,7 @@ class KvWriter:
         self._thread.join(timeout=5.0)
 
     def layer_done(self, put: BlockPut, blocks: Sequence[int], layer: int) -> None:
-        """Queue the copy of `layer` of `blocks` from the pages."""
+        """Queue the copy of `layer` of `blocks` from the pages to the store."""
         self._queue(put, lambda: self._copy_layer(put, blocks, layer))
 
     def blocks_done(self, put: BlockPut, blocks: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ class KvWriter:
     def allocate_now(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
         """Allocate as many slots as the store has, in the caller's thread. Raises StoreError.
 
-        Call this method before the first task for `put`, because it changes `put` in this thread.
+        Call this method before the first task for `put`, because tasks change `put` without a lock.
         """
         with contextlib.suppress(Overloaded):
             self._ensure_slots(put, blocks, may_use_objects)
@@ -150,14 +150,14 @@ class KvWriter:
                 self._store.abandon(unfilled, put.request_id)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Queue `action`, to run in the writer's thread. Its errors are logged."""
+        """Queue `action`, to run in the writer's thread. Errors of `action` are only logged."""
         self._tasks.put(action)
 
     def put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool = False) -> None:
         """Queue the copy and commit of all layers of `blocks` at once.
 
         `is_handover`: blocks that the index does not take are stored as ephemeral objects of the
-        request. Otherwise they are skipped.
+        request. Without `is_handover`, such blocks are skipped.
         """
         self._queue(put, lambda: self._put_whole(put, blocks, is_handover))
 
@@ -313,7 +313,7 @@ class KvWriter:
         return [known[layer] for layer in layers]
 
     def announce_cached(self, put: BlockPut) -> None:
-        """Send the decode worker the places of cached blocks. Runs in the writer's thread."""
+        """Send the decode worker the locations of cached blocks. Runs in the writer's thread."""
         refs = [put.refs[block] for block in sorted(put.refs)]
         if put.decode_inbox and refs:
             self._notify(put, -1, refs, [])

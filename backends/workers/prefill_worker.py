@@ -7,10 +7,10 @@ Threads: the engine's thread runs the engine loop (worker.py), loaders read KV, 
 
 Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer.
 Exception: a short, mostly cached prompt is computed in chunks (engine/batching/batching.py). While
-a layer is computed, a loader reads the cached prefix's next layer from the local or a remote node.
-It goes into layer ring buffers, which have room for three layers of each block
-(engine/batching/layer_passes.py). Layers from a remote node are also written to the local node. If
-a block is missing, the prompt starts again, and its prefix is first fetched to the local node.
+a layer is computed, a loader reads the cached prefix's next layer into layer ring buffers, which
+have room for three layers of each block (engine/batching/layer_passes.py). The layer may come from
+a remote node, and is then also written to the local node. If a block is missing, the prompt starts
+again, and its prefix is first fetched to the local node.
 
 Not here: Triton's API (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
 """
@@ -189,7 +189,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def _load_prefix(self, job: PrefillJob) -> bool:
-        """As `_bring_prefix`. A job is blocked while another prompt produces the block it needs."""
+        """As `_bring_prefix`. A job is blocked while another prompt produces its next block."""
         put = job.put
         found = self._prefixes.find(put.keys, job.request_id)
         with self.lock:
@@ -251,7 +251,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def _load_layers_soon(self) -> None:
         """Start loading each prompt's next layer, in queue order, with the lock held.
 
-        A node sends one layer at a time, so the layer that is needed first has all its bandwidth.
+        A node sends one layer at a time, beginning with the layer that is needed first.
         """
         for request_id, layer in self.batching.layers_to_load():
             job = self.jobs[request_id]
@@ -379,7 +379,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.driver.behind(job, functools.partial(self.writer.then, left))
 
     def _left(self, job: PrefillJob, pages: list[int]) -> None:
-        """Release all resources, and send the client the error. Runs in the writer's thread."""
+        """Release pages, slots and leases, and fail the client. Runs in the writer's thread."""
         release = functools.partial(self.process.owners.release, job.request_id)
         self.driver.free(job, pages, release)
         self._settle(job, None)

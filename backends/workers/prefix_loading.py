@@ -222,8 +222,8 @@ class SingleFlight:
         return self._owner_of.get(key)
 
     def settle(self, keys: Sequence[bytes] | None, owner: str) -> None:
-        """End the lead of `owner` on these blocks (None: all its blocks): they are in the store, or
-        `owner` will not produce them."""
+        """End the lead of `owner` on these blocks (None: all its blocks), because they are in the
+        store, or `owner` will not produce them."""
         led = self._keys_of.get(owner, set())
         for key in list(led) if keys is None else keys:
             if key in led:

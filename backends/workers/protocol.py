@@ -143,8 +143,8 @@ class DecodeReply(msgspec.Struct, frozen=True, tag="decoded", omit_defaults=True
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag="failed"):
-    """Sent instead of a reply if the request failed. An error of Triton would not do: it has no
-    class, and Triton 2.51 may lose an error that follows other responses."""
+    """Sent instead of a reply if the request failed. Errors of Triton are not used, because they
+    have no class, and Triton 2.51 may lose an error that follows other responses."""
 
     message: str  # of ServingError.wire_message, with the error's class
 
@@ -271,7 +271,7 @@ class StageWork(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     start: int  # position of the chunk's first token in the prompt
     tokens: int
-    pages: list[int]  # of blocks 0 to the chunk's last one
+    pages: list[int]  # pages of block 0 to the chunk's last block
     kv_tokens: int  # this and the next two fields are for LayersReady messages
     reserve_tokens: int
     decode_inbox: str
@@ -293,7 +293,7 @@ class StageComputed(msgspec.Struct, frozen=True, tag="computed"):
 
     epoch: str
     number: int
-    token_ids: list[int]  # of each chunk; -1 if it is not its prompt's last, or failed
+    token_ids: list[int]  # of each chunk; -1 if the chunk is not its prompt's last, or failed
     errors: list[str]  # of each chunk; "" if it succeeded
     logprobs: list[list[TokenLogprobs]] = []  # of each chunk's token, or empty
 

@@ -66,7 +66,7 @@ def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
 def take_step(
     worker: JobWorker[J], jobs: Sequence[J], predicted_s: float, step: Callable[[], None]
 ) -> None:
-    """Run one step, watched by `StepWatch`: a hung step ends the process.
+    """Run one step. `StepWatch` watches it, because a hung step must end the process.
 
     An exception fails the jobs of the step.
     """

@@ -25,7 +25,7 @@ SPEED_STEPS = 100.0  # the newest step has at least the weight 1 / SPEED_STEPS i
 PRIOR_STEPS = 20.0  # when a batch begins, the value of `speed` counts as a mean of so many steps
 OUTLIER_MAX = 4.0  # upper bound of a step's measured / estimated time in `speed`
 HUNG_S_MIN = 30.0  # shorter steps are never hung, because a busy machine makes steps slow
-HUNG_RATIO = 20.0  # a step of this measured / predicted time is hung
+HUNG_RATIO = 20.0  # a step with this ratio of measured to predicted time is hung
 GAP_S_MAX = 5.0  # after a longer gap between two checks, the watch begins anew
 
 
@@ -94,7 +94,7 @@ class StepWatch:
         self._step = None
 
     def is_busy(self, now_s: float, busy: bool, predicted_s: float = 0.0) -> None:
-        """For an engine that reports no steps. `busy`: whether it has work. Keeps a start time."""
+        """For an engine that reports no steps. While it is busy, the start time does not change."""
         step = self._step
         if not busy:
             self._step = None

@@ -161,7 +161,7 @@ class WorkerProcess:
         log.info("%s (%s) %s %s", self.worker_id, self.incarnation, word, self.info.node_id)
 
     def leave(self) -> None:
-        """Deregister and close everything except given `parts`. Blocks stay in the store."""
+        """Deregister, and close everything except `parts` of the caller."""
         self._is_closing.set()
         if self._reporter.is_alive():
             self._reporter.join(timeout=3.0)
@@ -262,7 +262,7 @@ class LeaseKeeper:
             self._keys[owner] = keys
 
     def drop(self, owner: str) -> None:
-        """Stop renewing the leases of `owner`. They stay until they are released or expire."""
+        """Stop renewing the leases of `owner`, which stay until they are released or expire."""
         with self._lock:
             self._due_s.pop(owner, None)
             self._keys.pop(owner, None)
@@ -278,7 +278,7 @@ class LeaseKeeper:
             log.warning("leases of %s were not released and will expire: %s", owner, error)
 
     def renew_due(self, now_s: float) -> None:
-        """Renew all leases that are due. Raises StoreError; the next try is in lease_s / 3."""
+        """Renew all leases that are due. After a StoreError, the next try is in lease_s / 3."""
         with self._lock:
             due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
             for owner in due:

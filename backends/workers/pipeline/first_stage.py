@@ -82,7 +82,7 @@ class PipelinePrefill(StagePrefill):
             try:
                 self._look(self._registered(), time.monotonic())
             except Exception:  # Catch all: the group must stay supervised
-                if self._worker.is_closing:  # the directory client is closed by now
+                if self._worker.is_closing:  # the directory client may be closed already
                     return
                 log.exception("supervising pipeline group %s", self.config.pipeline_group)
 
@@ -160,9 +160,9 @@ class PipelinePrefill(StagePrefill):
     # -- loading a prompt's prefix
 
     def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """Load the prefix in all stages. Returns the number of leading blocks that each stage has.
+        """Load the prefix in all stages. Returns the number of leading blocks that all have loaded.
 
-        Runs in a loader's thread. Raises WorkerGone or WorkerUnavailable if a stage is missing.
+        Runs in a loader's thread. Raises WorkerGone or WorkerUnavailable if a stage does not reply.
         """
         if not copies:
             return 0

@@ -59,7 +59,7 @@ class PipelineGroup:
         )
 
     def update_registered(self, workers: Sequence[WorkerInfo]) -> str:
-        """Update the stages. Returns "", or the reason if this ends the epoch."""
+        """Update the stages. Returns "", or the reason if the update ends the epoch."""
         found = {
             info.pipeline_stage: info
             for info in workers
@@ -79,7 +79,7 @@ class PipelineGroup:
         return self.end(lost) if lost else ""
 
     def beat(self, number: int, incarnation: str, epoch: str, now_s: float) -> str:
-        """Record a stage's beat. Returns "", or the reason if this ends the epoch."""
+        """Record a stage's beat. Returns "", or the reason if the beat ends the epoch."""
         stage = self._stages.get(number)
         if stage is None or stage.incarnation != incarnation:
             return ""
@@ -146,8 +146,8 @@ def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
 def refuse_mistakes(own: WorkerInfo, workers: Sequence[WorkerInfo]) -> None:
     """Raise ConfigError with all conflicts between this stage and the registered stages.
 
-    Exception: if this worker is registered already, its config.pbtxt reloads, and the conflicts are
-    only logged. Two stages whose settings change together would otherwise reject each other.
+    Exception: if this worker is registered already, its config.pbtxt is being reloaded, and the
+    conflicts are only logged. Otherwise two stages that change together would reject each other.
     """
     found = [
         problem

@@ -1,4 +1,4 @@
-"""A later stage of a pipeline group: computes its layers of each step, for the next stage.
+"""A later stage of a pipeline group: computes its layers of each step after the stage before it.
 
 Stage 0 has the requests (first_stage.py). A step contains the pages of its tokens and the slots for
 their KV. A later stage writes its layers into these slots, and sends the digests (checksums of the
@@ -70,7 +70,7 @@ class StageWorker:
         self._begins: GroupBegins | None = None  # of the latest joined epoch
         self._loads = 0  # queued and running loads of prefixes
         self._beating = threading.Lock()  # keeps heartbeats of two threads in order
-        self._writing: dict[int, list[BlockPut]] = {}  # step of this epoch -> its writes
+        self._writing: dict[int, list[BlockPut]] = {}  # step number -> writes of the step
         self._is_closing = self._is_draining = False
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loading = ThreadPoolExecutor(LOADERS, thread_name_prefix="kv-loader")
@@ -134,7 +134,7 @@ class StageWorker:
         )
 
     def check(self) -> None:
-        """Assert the invariants of the engine's pages; a later stage has no others."""
+        """Assert the invariants of the engine's pages."""
         self._engine.pages.check()
 
     def close(self, timeout_s: float) -> None:
@@ -307,7 +307,7 @@ class StageWorker:
         writer.then(lambda: self._written(step, puts))
 
     def _written(self, step: StageStep, puts: list[BlockPut]) -> None:
-        """Report the step's written layers to stage 0. In the writer's thread, after the writes."""
+        """Report the step's writes to stage 0. Runs in the writer's thread, after the writes."""
         self._writing.pop(step.number, None)
         digests = [put.digests for put in puts]
         errors = ["" if put.error is None else str(put.error) for put in puts]
@@ -315,7 +315,7 @@ class StageWorker:
         self._answer(StageWritten(step.epoch, stage, step.number, digests, errors))
 
     def _pass_on_failure(self, step: StageStep, error: str) -> None:
-        """Send the failed step to the next stage, which must miss no number, and to stage 0."""
+        """Report the failed step to the next stage, which must miss no number, and to stage 0."""
         begins, chunks = self._begins, len(step.works)
         assert begins is not None
         if begins.next_inbox:

@@ -13,7 +13,7 @@ from backends.engine.torch.torch_engine import TorchEngine
 from backends.workers.driver import Samples
 from backends.workers.step_driver import StepPrefill
 
-FRAMING_BYTES = 2**20  # bytes of a message without its hidden states, at most
+FRAMING_BYTES = 2**20  # upper bound of a message's size without its hidden states
 
 
 class _Rehearsal:

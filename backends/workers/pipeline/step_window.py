@@ -56,7 +56,7 @@ class StepWindow:
     def __init__(self, stages: int) -> None:
         self._stages = stages
         self._steps: dict[int, SentStep] = {}  # step number -> step, in ascending order
-        self._loads: dict[int, PrefixLoad] = {}  # load number -> load without all answers
+        self._loads: dict[int, PrefixLoad] = {}  # load number -> load that still lacks answers
         self._loads_begun = 0
         self._behind: list[tuple[PrefillJob, Callable[[], None]]] = []  # see `behind`
         self.next_number = 0  # of the next step in this epoch
@@ -80,7 +80,7 @@ class StepWindow:
         self.next_number += 1
 
     def computed(self, number: int) -> SentStep | None:
-        """Record that the last stage has computed a step. None if no such step is in computation."""
+        """Record that the last stage has computed a step. None: no such step is in computation."""
         step = self._steps.get(number)
         if step is None or step.is_computed:
             return None
@@ -135,7 +135,7 @@ class StepWindow:
     def late(self, now_s: float) -> str:
         """An error text about a step or load past its time limit; "" if there is none.
 
-        If a stage hangs or a message is lost, a step or load would keep its pages for ever.
+        Without the limit, pages would never be free if a stage hangs or a message is lost.
         """
         for step in self._steps.values():
             if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):

@@ -64,7 +64,7 @@ class FlippingWorker:
         self.active: ActiveWorker | None = self._made(role)  # None between two roles
 
     def submit(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray, client: Any) -> None:
-        """Submit to the worker. Raises WrongRole in another role, and the worker's errors."""
+        """Submit to the active worker. Raises its errors, and WrongRole if its role is another."""
         worker: Any = self.active
         role = worker.process.info.role if worker is not None else "changing"
         if role != ("prefill" if isinstance(request, PrefillRequest) else "decode"):
@@ -126,7 +126,7 @@ class FlippingWorker:
             self.active = changed
             log.info("%s is a %s worker after %.1f s", name, role, time.monotonic() - began_s)
             self.on_change(changed)
-        except Exception:  # Catch all: without a role, exit and restart
+        except Exception:  # Catch all: a process without a role exits, and is restarted
             log.exception("%s could not take the role %s", name, role)
             end_process(self._parts.close)
 
@@ -161,7 +161,7 @@ class FlippingWorker:
         return bool(others)
 
     def _drained(self, worker: ActiveWorker) -> bool:
-        """Wait until the worker is idle. False if it closes, or is not idle in time."""
+        """Wait until the worker is idle. False if the process closes, or the time is over."""
         now_s = time.monotonic()
         idle_since_s, move_s = now_s, now_s + DRAIN_S_MAX
         while now_s < move_s + MOVE_S_MAX:
