@@ -62,7 +62,7 @@ def chain_seed(fingerprint: str, lora: str = "", cache_salt: str = "") -> bytes:
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"mooncake.seed")
     for part in (fingerprint, lora, cache_salt):
         raw = part.encode()
-        # Length first; otherwise ("a", "bc") and ("ab", "c") would share their KV.
+        # The length comes first, or else ("a", "bc") and ("ab", "c") would have one seed.
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.digest()
 

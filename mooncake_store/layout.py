@@ -173,7 +173,7 @@ class Geometry(NamedTuple):
 
     unit_bytes: int
     units: int
-    payload_offset_bytes: int  # of unit 0; 0 for an SSD file
+    payload_offset_bytes: int  # offset of the payload of unit 0; 0 for an SSD file
 
     def header_offset_bytes(self, slot: int) -> int:
         assert 0 <= slot < self.units, f"slot {slot} of {self.units} units"

@@ -78,7 +78,7 @@ class StoreProcesses:
         self.address = directory_address(folder)
         events = events_address(folder)
         self._folder = folder
-        self.children: list[ChildProcess] = []  # all that were started, in this order
+        self.children: list[ChildProcess] = []  # started children, in the order of their start
         self._commands = {"directory": directory_command(self.address, events, *directory_options)}
         for node in nodes:
             self._commands[node] = node_command(

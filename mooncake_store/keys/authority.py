@@ -14,7 +14,7 @@ certificates only at their start.
     2. switch    the next generation is used; the old one is still trusted
     3. retire    the old generation is no longer trusted
 
-Two hosts trust each other even if one of them still has the folder of the step before.
+Two hosts trust each other even if one of them still has the folder of the previous step.
 
 Not here: reading a folder in a process (folder.py), the commands (command.py).
 """
@@ -59,7 +59,7 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class ClusterGeneration(msgspec.Struct):
-    number: int  # 1, 2, ...
+    number: int  # generations are numbered from 1
     directory: KeyPair  # shared by all directories of the cluster
     hosts: dict[str, KeyPair]  # host -> its CURVE keys
 

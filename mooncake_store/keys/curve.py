@@ -226,7 +226,7 @@ class PeerAccess:
     def __init__(self, address: str, who: str = "") -> None:
         """`who`: the server's name in error messages; "": the address."""
         self._address, self._who = address, who or address
-        self._failures = 0  # since the last success or AccessRefused
+        self._failures = 0  # failed handshakes since the last success or AccessRefused
         self._turn = 0  # index of the keys to try, modulo their number
         self._used: ClientKeys | None = None
         self._watched: zmq.Socket[Any] | None = None

@@ -179,7 +179,7 @@ def problems(folder: Path) -> list[str]:
     return [
         f"other users may read or change {folder / name}: chmod 600 {folder / name}"
         for name in PRIVATE_FILES
-        # The group may read, because Kubernetes mounts secrets so for users other than root.
+        # The group may read, because Kubernetes mounts secrets this way for users other than root.
         if (folder / name).stat().st_mode & (stat.S_IWGRP | stat.S_IRWXO)
     ]
 

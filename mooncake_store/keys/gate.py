@@ -21,7 +21,7 @@ from mooncake_store.keys.folder import Keys
 
 ADDRESS = "inproc://zeromq.zap.01"
 DOMAIN = b"mooncake"
-LOG_PAUSE_S = 10.0  # minimum time between log lines: unknown clients must not fill the log
+LOG_PAUSE_S = 10.0  # minimum time between log lines, because unknown clients might fill the log
 
 log = logging.getLogger(__name__)
 _lock = threading.Lock()

@@ -44,7 +44,7 @@ class TlsContexts:
 
     @property
     def http_client(self) -> ssl.SSLContext:
-        """Like `client`, but another object, because some libraries (urllib3) change theirs."""
+        """Like `client`, but a separate object, because libraries (urllib3) change it."""
         return self._contexts.get()[2]
 
     def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext, ssl.SSLContext]:

@@ -137,7 +137,7 @@ def numa_nodes() -> list[int]:
 
 
 def _bind(address: int, size_bytes: int, numa_node: int) -> None:
-    """Allocate this range's memory on one NUMA node. OSError if the kernel rejects that."""
+    """Allocate this range's memory on one NUMA node. OSError: the kernel rejects this."""
     number = _MBIND.get(platform.machine())
     if number is None:
         raise OSError(f"NUMA binding is not known on {platform.machine()}")

@@ -68,8 +68,8 @@ class SlotHeader(NamedTuple):
     generation: int  # number of this use of the slot; below GENERATION_MAX
     key: bytes  # block key, 16 bytes
     checksum: int  # of the payload (digests.py); in STATE_WRITING instead the writer's lease in ms
-    length_bytes: int  # of the payload
-    is_ephemeral: bool = False  # freed with its last lease
+    length_bytes: int  # size of the payload
+    is_ephemeral: bool = False  # whether the block is freed with its last lease
     layers: int = 0  # number of layers whose digests `checksum` covers; 0: it covers the payload
 
     @classmethod

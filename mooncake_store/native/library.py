@@ -82,7 +82,7 @@ def _declared(
 ) -> NativeFunction | None:
     if found is None:
         return None
-    made: NativeFunction = found[name]  # a new object each time, unlike an attribute
+    made: NativeFunction = found[name]  # a new object each time; `found.name` would be cached
     made.restype, made.argtypes = result, list(arguments)  # type: ignore[attr-defined]
     return made
 

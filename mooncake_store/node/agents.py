@@ -30,7 +30,7 @@ class OpenAgents:
 
     name: str = ""  # of the shared agent; "" without NIXL
     metadata: bytes = b""  # of the shared agent; a client's NIXL connects with it
-    nics: tuple[NicAgent, ...] = ()  # the agents of single network cards
+    nics: tuple[NicAgent, ...] = ()  # the agents that serve one network card each
     is_local: bool = False  # whether the shared agent serves this host only
     closers: tuple[Callable[[], None], ...] = ()
 

@@ -41,7 +41,7 @@ from mooncake_store.wire.node_protocol import AnyControl, NodeStats, Restore
 from mooncake_store.wire.request_reply import Responder, listening
 
 THREADS = 4
-REQUESTS_MAX = 256  # requests accepted and not yet answered
+REQUESTS_MAX = 256  # maximum number of requests accepted and not yet answered
 GONE = (LoadOutcome.MISSING, LoadOutcome.CORRUPT)  # the directory must drop such an SSD copy
 
 
@@ -66,7 +66,7 @@ class NodeControl:
         self._path = address.removeprefix("ipc://") if address.startswith("ipc:///") else ""
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
         self._answers: deque[list[bytes]] = deque()
-        self.waiting = 0  # requests accepted and not yet answered
+        self.waiting = 0  # number of requests accepted and not yet answered
         self._lock = threading.Lock()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closing = False

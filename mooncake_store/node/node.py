@@ -66,9 +66,9 @@ class NodeOptions:
     segment_numa: tuple[int, ...] = ()  # NUMA node per file; empty: no binding
     unit_bytes: int = UNIT_BYTES  # size of an allocation unit; a power of two
     is_mapped_only: bool = False  # whether to run without NIXL
-    ssd_folder: str = ""  # "" without an SSD
+    ssd_folder: str = ""  # folder of the SSD tier; "" without an SSD
     ssd_bytes: int = 0  # size of the block file, a multiple of unit_bytes; 0 without an SSD
-    ssd_io: str = "nixl"  # "nixl" | "threads"
+    ssd_io: str = "nixl"  # "nixl" | "threads": how blocks are moved
     must_reset_ssd: bool = False  # whether to discard the blocks in ssd_folder
     control: str = ""  # address of the control socket; "": no control socket
     data: str = ""  # HOST:PORT of the segment's plain TCP server; "": no TCP server

@@ -34,7 +34,7 @@ class Registration:
     _is_known: bool = False  # whether the holder has registered and not deregistered
     _is_open: bool = False  # whether the directory has the complete inventory
     _is_refused: bool = False  # whether the last inventory was rejected, so the next one is empty
-    epoch: int = 0  # of the last directory that the holder registered with
+    epoch: int = 0  # epoch of the directory that the holder last registered with
 
     def report(self) -> None:
         """Report that the holder is alive; register if necessary. RequestInvalid: the directory

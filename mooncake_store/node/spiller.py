@@ -24,7 +24,7 @@ from mooncake_store.ssd.entries import SsdEntry
 from mooncake_store.ssd.ssd_tier import WRITE_S_MAX, BlockJob, SsdTier
 
 log = logging.getLogger("mooncake_store.node")
-BLOCKS_MAX = 64  # blocks per batch
+BLOCKS_MAX = 64  # maximum number of blocks per batch
 LEASE_S = 2 * WRITE_S_MAX  # duration of the lease on the SSD slots of a batch
 IDLE_S = 0.5  # pause after take_spills returned fewer than BLOCKS_MAX blocks
 DELAY_S_MAX = 30.0  # limit of the pause, which doubles after each batch without a stored block

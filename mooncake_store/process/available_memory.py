@@ -17,7 +17,7 @@ def memory_available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 
 def _left_in_container(cgroup: Path) -> list[int]:
-    """One number: bytes below the container's limit; empty without a limit or cgroup v2."""
+    """A list with the bytes below the container's limit; [] without a limit or cgroup v2."""
     try:
         limit = (cgroup / "memory.max").read_text().strip()
         used_bytes = int((cgroup / "memory.current").read_text())

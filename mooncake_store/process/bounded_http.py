@@ -16,9 +16,9 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-REQUEST_S_MAX = 20.0  # longest life of a connection
-CONNECTIONS_MAX = 64  # in total
-OF_ADDRESS_MAX = 32  # connections of one client address
+REQUEST_S_MAX = 20.0  # maximum duration of a connection
+CONNECTIONS_MAX = 64  # maximum number of connections in total
+OF_ADDRESS_MAX = 32  # maximum number of connections of one client address
 
 
 class BoundedHttpServer(ThreadingHTTPServer):

@@ -24,7 +24,7 @@ LOG_BYTES_MIN = 64 * 2**10  # smallest allowed limit; has room for the last line
 
 
 class BoundedLog:
-    """The log of one child, which may write at any time. Used by one thread of the launcher."""
+    """The log of one child, which may write at any time. Only one thread may use this object."""
 
     def __init__(self, path: Path, bytes_max: int = LOG_BYTES_MAX) -> None:
         """Truncate the file, and remove the `NAME.1` of an earlier launch."""

@@ -41,7 +41,7 @@ class RestartPolicy(Protocol):
     """Decides when a child that ended is started again."""
 
     def pause_s(self, lived_s: float, now_s: float) -> float | None:
-        """Seconds until the next start; None: never again. Called once each time a child ends."""
+        """Seconds until the next start; None: no further start. Called once for each end."""
 
 
 @dataclass(slots=True)

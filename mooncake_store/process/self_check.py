@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
-PERIOD_S = 1.0  # from one check to the next
-EXIT_STATUS = 70  # of a process whose check failed
+PERIOD_S = 1.0  # seconds from one check to the next
+EXIT_STATUS = 70  # exit status of a process whose check failed
 VARIABLE = "MOONCAKE_SELF_CHECK"  # environment variable: "1" enables the check
 
 

@@ -42,8 +42,8 @@ log = logging.getLogger("mooncake_store.ssd")
 IO_ALIGN_BYTES = 4096
 # errors of a disk that is full, over quota, over a file size limit, broken, or read-only
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-LANES_MAX = 4  # lanes in use at once; each may have several batches in flight
-THREADS = 8  # shared by all ThreadLanes of a file
+LANES_MAX = 4  # maximum number of lanes in use; each may have several batches in flight
+THREADS = 8  # number of threads that all ThreadLanes of a file share
 SPIN_S = 0.0002  # at first, a wait polls without sleep for this time; a sleep takes about 0.1 ms
 # later, each sleep is this fraction of the time waited so far, so the wait is at most 6 % too long
 WAIT_STEP = 1 / 16
@@ -251,7 +251,7 @@ class Lanes:
         self._permits = threading.BoundedSemaphore(LANES_MAX)
         self._lock = threading.Lock()
         self._free: list[DiskLane] = []
-        self.kind = wished  # of the lanes that are made from now on
+        self.kind = wished  # kind of the lanes that are made from now on
         self._free.append(self._make())
 
     def _make(self) -> DiskLane:

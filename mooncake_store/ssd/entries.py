@@ -28,7 +28,7 @@ MANIFEST_VERSION = 2
 PUT, DROP = 1, 2
 RECORD_BYTES = 64
 _MAGIC = b"MKSM"
-_START = b"\x01"  # a block starts in this unit of the table
+_START = b"\x01"  # value of a unit in which a block starts
 _HEADER = struct.Struct("<4sIQQ36s")  # magic, version, unit_bytes, capacity_bytes, spare
 # kind, block key, slot, generation, checksum, size, layers, spare
 _RECORD = struct.Struct("<B3x16sQQQQI4x")
@@ -133,7 +133,7 @@ class EntryTable:
     def __init__(self, shape: SsdShape) -> None:
         self.shape = shape
         self._entries: dict[int, SsdEntry] = {}
-        self._starts = bytearray(shape.capacity_bytes // shape.unit_bytes)  # by unit: 1 or 0
+        self._starts = bytearray(shape.capacity_bytes // shape.unit_bytes)  # by unit; see _START
         self._units_max = 1  # units of the largest block so far; bounds the backward search
 
     def __len__(self) -> int:

@@ -44,7 +44,7 @@ PART_BYTES = 2 * 2**20  # a call moves parts of this size; one is verified while
 PARTS_AHEAD = 4  # maximum number of parts of one call in flight
 PART_ROWS_MAX = 128  # maximum number of blocks in a part
 GRACE_S = 0.5  # time after the deadline in which a working disk ends all requests in flight
-RETRY_S = 60.0  # from a failure of the disk to the next attempt to write, or to open the tier
+RETRY_S = 60.0  # seconds from a failure of the disk to the next attempt to write or to open
 WRITE_S_MAX = 60.0  # deadline of one write(); a slower disk is treated as broken
 
 
