@@ -191,7 +191,7 @@ def put(
             raise StoreError(f"{name} was not stored: no room, or the write timed out")
         copies = store.stat([parse_key(name)])[0]
         if not copies:
-            raise StoreError(f"{name} was stored and evicted at once: the nodes are full")
+            raise StoreError(f"{name} was stored, but has already been evicted or removed")
         copy = copies[0]
         if copy.checksum != checksum(content):
             raise StoreError(f"{name} is stored with other content: remove it first")
@@ -209,7 +209,7 @@ def get(
         with StoreClient(find_directory(directory)) as store:
             (content,) = store.get([parse_key(name)])
         if content is None:
-            errors.print(f"not in the store: {name}", markup=False)
+            errors.print(f"not in the store: {name}, or no copy is readable now", markup=False)
             sys.exit(1)
         if file is None:
             sys.stdout.buffer.write(content.tobytes())

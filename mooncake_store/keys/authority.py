@@ -104,8 +104,8 @@ class Authority:
         """Create the keys of a cluster without hosts. RequestInvalid: the folder has keys."""
         if (path / FOLDER).exists():
             raise RequestInvalid(
-                f"{path} has keys: add hosts (mooncake keys add-host) or renew the keys (mooncake "
-                "keys rotate)"
+                f"{path} already has keys: add hosts (mooncake keys add-host) or renew the keys "
+                "(mooncake keys rotate)"
             )
         (path / FOLDER).mkdir(parents=True, mode=0o700)
         made = cls(path, AuthorityState(1, secrets.token_hex(16), {}, []))

@@ -190,7 +190,7 @@ class DirectoryKey:
             self._note_due_s = now_s + RENEW_NOTE_S
             log.error(
                 "the directory does not listen at %s, which it released to renew its key: %s. It "
-                "retries each second; stop the process that has taken the port",
+                "retries each second. If another process has taken the port, stop that process",
                 ", ".join(self.silent),
                 why,
             )

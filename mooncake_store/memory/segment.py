@@ -214,7 +214,7 @@ class Segment:
                 parts.append(SegmentPart(descriptor, os.fstat(descriptor).st_size))
                 if try_lock(descriptor, fcntl.LOCK_SH, keep=False):
                     # a mapping would keep memory that the node's next incarnation needs
-                    raise SegmentRefused(f"no process owns segment {one}: its storage node died")
+                    raise SegmentRefused(f"no process owns segment {one}: its node has exited")
             found_bytes = sum(part.size_bytes for part in parts)
             if not all(part.size_bytes for part in parts) or size_bytes not in (None, found_bytes):
                 raise SegmentRefused(

@@ -123,7 +123,7 @@ def prove_memory(path: str, descriptor: int, size_bytes: int) -> None:
             raise
         where = os.path.dirname(path) or "."
         raise NoRoom(
-            f"segment {path} needs {_mib(size_bytes)}, {where} is full ({error.strerror}): "
+            f"segment {path} needs {_mib(size_bytes)}, {where} has no room ({error.strerror}): "
             + _advice(where)
         ) from error
 

@@ -131,7 +131,7 @@ def write_headers(
     if not headers:
         return
     if min(offsets) < 0 or max(offsets) + HEADER_BYTES + zero_bytes > view.nbytes:
-        raise ValueError(f"headers at {min(offsets)} to {max(offsets)} of {view.nbytes} bytes")
+        raise ValueError(f"headers at {min(offsets)} to {max(offsets)} exceed {view.nbytes} bytes")
     native = _native_headers()
     if native is None:
         for offset, header in zip(offsets, headers, strict=True):

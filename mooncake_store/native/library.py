@@ -207,8 +207,8 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
         return running.returncode, said
     except subprocess.TimeoutExpired:
         raise _Unusable(
-            f"{command[0]} took longer than {COMPILE_S_MAX:g} s for {SOURCE.name}: this host is "
-            "short of CPU; try again later"
+            f"{command[0]} took longer than {COMPILE_S_MAX:g} s for {SOURCE.name}: try again when "
+            "this host is less busy"
         ) from None
     finally:
         if running.returncode is None:

@@ -177,9 +177,7 @@ def _numa(parser: argparse.ArgumentParser, text: str | None, files: int) -> tupl
     except ValueError:
         parser.error(f"--segment-numa {text}: use numbers, as in 0,1")
     if len(wished) != files or not set(wished) <= set(there):
-        parser.error(
-            f"--segment-numa {text}: give {files} NUMA nodes, one per file, each one of {there}"
-        )
+        parser.error(f"--segment-numa {text}: give {files} NUMA nodes of {there}, one per file")
     return wished
 
 

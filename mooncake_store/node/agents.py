@@ -46,7 +46,7 @@ def open_agents(name: str, address: int, size_bytes: int, has_other_hosts: bool)
     closers = [shared.close]
     nics: list[NicAgent] = []
     for missing in network.missing:
-        log.warning("network card %s does not exist, so it carries no KV", missing)
+        log.warning("network card %s of MOONCAKE_TRUSTED_NICS does not exist", missing)
     for nic in network.nics if has_other_hosts or network.is_closed else ():
         try:
             agent = NodeAgent(f"{name}@{nic.name}", address, size_bytes, _devices(nic))

@@ -181,7 +181,7 @@ class NodeVerbs:
         for block in blocks:
             if not self._memory.shape.holds(block.slot, block.size_bytes):
                 raise RequestInvalid(
-                    f"slot {block.slot} with {block.size_bytes} bytes is outside the segment of "
+                    f"slot {block.slot} with {block.size_bytes} bytes exceeds the segment of "
                     f"{self._info.node_id} ({self._memory.shape.units} units)"
                 )
         taken = [block for block in blocks if tier is not None and self._take(block, until_s)]

@@ -44,7 +44,7 @@ class Registration:
         if self._is_open and self._is_still_known():
             return
         if self._is_open:
-            log.warning("node_id=%s the directory does not list it: it registers", info.node_id)
+            log.warning("node_id=%s is not listed now and registers again", info.node_id)
         elif self._is_known:  # an inventory was interrupted
             self._directory.deregister_node(info.node_id, info.incarnation)
         self._is_open = False
