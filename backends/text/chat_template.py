@@ -69,7 +69,7 @@ def render(
     special_tokens: Mapping[str, str],
 ) -> str:
     """Render messages with the default template of `named`, or with its only one. Raises
-    InvalidRequest if there is neither, or if it rejects the messages or prints no text."""
+    InvalidRequest if there is neither, or if the template fails or prints no text."""
     if DEFAULT not in named and len(named) > 1:
         raise InvalidRequest(
             f"this checkpoint has the chat templates {', '.join(sorted(named))} but no default; "

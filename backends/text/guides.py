@@ -138,7 +138,7 @@ class Guides:
     def guide(self, schema: str, end_ids: Sequence[int], output_ids: Sequence[int]) -> SchemaGuide:
         """The matcher of an answer after `output_ids`. Compiling a new schema may take a second.
 
-        Raises InvalidRequest for an invalid schema or token, or if the schema cannot be compiled.
+        Raises InvalidRequest for an invalid schema or token, or without llguidance or an end id.
         """
         if not is_installed():
             raise InvalidRequest(MISSING)

@@ -5,16 +5,16 @@ rejected, also a misspelt one. Annotations and `x-...` keywords (except `x-guida
 and are accepted. The grammar compiler (guides.py) would accept the following parts, but its answers
 might not validate. So the check here rejects them:
 
-* `minProperties` above both 1 and the number of `required`. An answer may repeat a property.
-* `multipleOf` of a fraction. In a validator's floats, 0.3 / 0.1 is not 3.
-* `prefixItems` in schemas of a draft before 2020-12. Such a draft does not define it.
+* `minProperties` above both 1 and the number of `required`, as an answer may repeat a property.
+* `multipleOf` of a fraction, as 0.3 / 0.1 is not 3 in a validator's floats.
+* `prefixItems` in schemas of a draft before 2020-12, as the draft does not define it.
 * In a schema with a `oneOf`, keywords that its draft ignores: `const` before draft-06, and up to
   draft-07 the keywords beside a `$ref`. A validator that ignores them may find two cases of the
   `oneOf` true. Without a `oneOf`, an ignored keyword only narrows the answers.
 
 Schemas that compile for more than about a second are rejected too (schema_size.py). The compiler
 follows the newest draft, so `constraints_of` translates older forms (`items` and `additionalItems`
-of tuples, `exclusiveMinimum` true). The compiler rejects further patterns, such as look-ahead.
+of tuples, `exclusiveMinimum` true). It rejects further parts itself, such as look-ahead patterns.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ milliseconds, or the compiler rejects it. The limits are for these exceptions:
 
 * Several patterns and formats hold for one string, through `allOf` or `$ref`. The compiler
   multiplies their automata, so each further pattern triples the time.
-* An object has many names: `patternProperties` are compared with each other and with `properties`.
+* An object has many names. The compiler compares name patterns with each other and with names.
 * Parts are deeply nested, or references form a long chain. The compiler recurses into all of them,
   and a stack overflow kills the process.
 
-The counts are upper bounds: all parts of an `allOf` count as if they constrained the same strings.
+The counts are upper bounds. All parts of an `allOf` count as if they constrained the same strings.
 
 A grammar consists of nodes of about 8 KB. If several parts of a schema hold for one value, the
 compiler makes a node for each combination of their alternatives. Example: 30 properties, each an
@@ -197,7 +197,7 @@ class _Shape(NamedTuple):
 
     alternatives: int = 1  # number of alternatives, from anyOf and oneOf
     nodes: int = 0  # in all alternatives together
-    children: Mapping[str, _Shape] = {}  # name of an inner part -> bound over all alternatives
+    children: Mapping[str, _Shape] = {}  # inner part -> upper bound of all alternatives
     is_reference: bool = False  # True: a $ref alone, which is one node until `both` merges it
 
     @property
@@ -217,11 +217,11 @@ class _Pairs:
         self._joined: dict[tuple[str, int, int], tuple[_Shape, _Shape, _Shape]] = {}
 
     def both(self, one: _Shape, other: _Shape) -> _Shape:
-        """Both hold: each alternative of one combines with each alternative of the other."""
+        """Both shapes hold for a value. Each alternative of one combines with each of the other."""
         return self._once("both", self._both, one, other)
 
     def either(self, one: _Shape, other: _Shape) -> _Shape:
-        """Either of the two holds: an upper bound of both."""
+        """One of the shapes holds for a value. Returns an upper bound of both."""
         return self._once("either", self._either, one, other)
 
     def _once(
@@ -275,7 +275,7 @@ class _Nodes:
     def __init__(self, whole: dict[str, Any]) -> None:
         self._whole = whole
         self._copied: dict[str, _Shape] = {}  # reference -> shape; _Shape() during its visit
-        self._alone: dict[str, _Shape] = {}  # reference that is a $ref alone -> shape
+        self._alone: dict[str, _Shape] = {}  # reference of a $ref alone -> shape
         self._pairs = _Pairs()
 
     def all(self) -> int:

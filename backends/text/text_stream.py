@@ -11,8 +11,8 @@ the tokens before these ids. `new_text` computes the same text from them, becaus
 depend on no tokens before this context.
 
 Stop words are matched with Aho-Corasick, at a constant cost per byte. Matching bytes finds the same
-words as matching characters, because a UTF-8 character never occurs inside another one. The word
-whose last byte comes first wins. Of the words that end at the same byte, the longest wins.
+words as matching characters, because a UTF-8 character never occurs inside another one. The stop
+word whose last byte comes first wins. Of several that end at the same byte, the longest wins.
 
 Further rules:
 
@@ -96,7 +96,7 @@ class OutputDelta:
 
     token_ids: Sequence[int]
     text: str  # text of `token_ids`, cut to `cut_bytes`
-    cut_bytes: int = -1  # UTF-8 bytes to which `new_text` must cut its text; -1: all
+    cut_bytes: int = -1  # number of UTF-8 bytes to which `new_text` must cut its text; -1: all
     is_stopped: bool = False  # True: a stop word was found, and nothing follows
     context_ids: Sequence[int] = ()  # the last tokens with text before `token_ids`; at most 16
     logprobs: Sequence[TokenLogprobs] = ()  # one for each of token_ids, or empty
@@ -132,7 +132,7 @@ def new_text(
 
 
 class TextStream:
-    """The text of one request. The caller pushes tokens, and sends the deltas that it receives."""
+    """The text of one request. The caller pushes tokens, and sends the returned deltas."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ def _context(tokens: TokenBytes, token_ids: Sequence[int]) -> deque[int]:
 def _decoder_after(tokens: TokenBytes, context_ids: Iterable[int]) -> codecs.IncrementalDecoder:
     """A decoder that holds the bytes of the character that `context_ids` left unfinished.
 
-    Its last three bytes are enough, because a character has at most four.
+    The context's last three bytes are enough, because a character has at most four bytes.
     """
     ids = tuple(context_ids)
     tail = b""

@@ -11,7 +11,7 @@ context. There are two kinds of tokenizer:
   one invalid byte would turn characters that are already streamed into U+FFFD.
 
 Special tokens and ids outside the vocabulary have no text and do not count as context. Streamed
-text is equal to that of Tokenizer.decode if it is valid UTF-8. For invalid bytes of byte-fallback
+text is equal to that of Tokenizer.decode if all bytes are valid. For invalid bytes of byte-fallback
 tokens, Tokenizer.decode has one U+FFFD per byte. Streamed text has one per incomplete character, as
 Unicode recommends.
 

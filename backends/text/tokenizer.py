@@ -5,7 +5,7 @@ transformers takes seconds in every process. transformers 5 applies these rules 
 tokenizer.json, and so does this module:
 
 * Tokens that only tokenizer_config.json or added_tokens.json lists are added.
-* The named tokens (bos, eos, ...) become special, also if tokenizer.json does not flag them so.
+* The named tokens (bos, eos, ...) become special, even if tokenizer.json flags them otherwise.
   Exception: added tokens of tokenizer.json that are missing in an existing added_tokens_decoder.
 * Truncation and padding that a training script left in tokenizer.json are switched off.
 * tokenizer.json decides whether a BOS is added. `add_bos_token` is ignored, unlike in

@@ -87,7 +87,7 @@ class SpanExport:
         """Queue the spans of one request, or drop all of them. Any thread; does no I/O."""
         with self._lock:
             room = self._waiting_max - len(self._waiting)
-            if self._is_closing or len(spans) > room:  # never a part of a request's spans
+            if self._is_closing or len(spans) > room:  # queue all spans of a request, or none
                 self.lost += len(spans)
                 return
             self._waiting.extend(spans)
@@ -148,7 +148,7 @@ class Tracing:
             return None
         if found := problems(environment):
             raise ValueError("; ".join(found))
-        from backends.tracing.otlp import OtlpSender  # imported here: the import takes 0.25 s
+        from backends.tracing.otlp import OtlpSender  # imported here, as the import takes 0.25 s
 
         return cls(SpanExport(OtlpSender(endpoint)), share_sampled(environment))
 

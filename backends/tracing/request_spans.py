@@ -221,7 +221,7 @@ def _way_there_s(call: Call, reply: PrefillReply) -> float:
 
 
 def _end(call: Call) -> float:
-    """End of the call's span. Infinity: the call has not ended, and `_child` uses its parent's."""
+    """End of the call's span. Infinity, for the end of the parent, if the call has not ended."""
     return math.inf if call.ended_s is None else call.ended_s
 
 

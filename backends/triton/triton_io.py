@@ -1,4 +1,4 @@
-"""Adapter to Triton's Python backend API. No other file imports the API, so they run under pytest.
+"""Adapter to Triton's Python backend API. No other file imports it, so all others run in pytest.
 
 Translates requests to flat numpy arrays, replies to responses, errors to Triton errors with a code,
 and metrics to series on Triton's metrics port. Reads the `parameters` of config.pbtxt.

@@ -28,7 +28,7 @@ class Arrival:
     read_bytes: dict[str, int] = field(default_factory=dict)  # transport -> bytes
 
     def note(self, ref: BlockRef, layers: Sequence[int]) -> None:
-        """Record read layers. If the block has a new slot, layers from its old slot do not count."""
+        """Record read layers. If the block's slot has changed, layers read before do not count."""
         slot = (ref.node_id, ref.slot, ref.generation)
         if self.identity.get(ref.index, slot) != slot:
             self.layers_of[ref.index] = set()

@@ -1,8 +1,6 @@
 """Copies a worker's numbers into its metrics, which Triton's metrics port serves.
 
-`MetricsLoop` calls these functions a few times a second.
-
-Not here: the meaning of the names (metrics/table.py).
+`MetricsLoop` calls `prefill` or `decode` regularly. The meaning of the names: metrics/table.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A decode step consists of hundreds of small kernels, and launching them one by one takes longer than
 their execution. So the first step of each shape is recorded as a CUDA graph. The graph's inputs
-(token ids, positions, page tables) are *static* tensors: their addresses never change. The device
+(token ids, positions, page tables) are *static* tensors, with fixed addresses. The device
 computes everything else from them. A later step of this shape is one copy and one replay.
 
 A batch is padded to the next size in BATCHES, and the width of its page tables to a power of two.
@@ -159,7 +159,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, batch: Sequence[Work]) -> torch.Tensor | None:
-        """float32 logits [len(batch), vocabulary], valid until the next step. None: it failed."""
+        """float32 logits [len(batch), vocabulary], kept until the next step. None on failure."""
         block_tokens = self._memory.layout.block_tokens
         sequences = next(size for size in BATCHES if size >= len(batch))
         pages = max(blocks_touched(sequence.end, block_tokens) for sequence in batch)
@@ -192,7 +192,7 @@ class DecodeGraphs:
         return static
 
     def _entered(self, batch: Sequence[Work]) -> list[int]:
-        """Pages that this step begins. The caller clears them: masked rows must be finite."""
+        """Pages that this step begins. The caller clears them, so that masked rows are finite."""
         block_tokens = self._memory.layout.block_tokens
         return [
             sequence.pages[sequence.start // block_tokens]

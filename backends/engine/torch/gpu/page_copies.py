@@ -42,13 +42,13 @@ class CopyQueue:
     """Copies synchronously, for devices without CUDA."""
 
     def bring(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy into pages, after all completely queued steps. In any thread."""
+        """Copy into pages, after all completely queued steps. Any thread may call this."""
         for target, source in copies:
             target.copy_(source)
         return Done()
 
     def fetch(self, copies: Sequence[PageCopy]) -> Done:
-        """Copy from pages, after all work that is queued on the computing stream. Any thread."""
+        """Copy from pages, after all work on the computing stream. Any thread may call this."""
         return self.bring(copies)
 
     def step_is_begun(self) -> None:

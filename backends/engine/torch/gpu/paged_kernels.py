@@ -45,7 +45,7 @@ Known = Iterable[tuple[str, Callable[[], PagedKernels]]]  # (name, maker) of imp
 
 
 def choose(memory: KvMemory, heads: int) -> PagedKernels | None:
-    """The best kernels that work for these pages; None: gather the pages. Logged on a GPU."""
+    """The best kernels that work here; None: gather the pages. On a GPU, the choice is logged."""
     if memory.pool.device.type != "cuda":
         return None
     if memory.layout.kv_factor != 2 or memory.pool.dtype not in DTYPES:
@@ -189,7 +189,7 @@ class _VarlenAttend:
     _arguments: tuple[torch.Tensor | None, ...] | None = None
 
     def __call__(self, pages: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        if self._arguments is None:  # the first layer converts them for all layers
+        if self._arguments is None:  # the first layer converts the arguments for all layers
             self._arguments = self._converted()
         tables, contexts, starts, key_starts = self._arguments
         keys, values = pages.transpose(2, 3).unbind(1)  # [pages, block_tokens, kv_heads, head_dim]
