@@ -1,4 +1,4 @@
-"""Tenants: their API keys, their limits, and the proof of a request's tenant."""
+"""API keys of tenants, limits of tenants, and the proof of a request's tenant."""
 
 from backends.tenants.api_keys import ApiKeys
 from backends.tenants.proof import GATEWAY, tenant_parameters

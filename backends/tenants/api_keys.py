@@ -1,12 +1,12 @@
 """Looks up the tenant of an API key. Reads the file of keys again when it changes. Thread-safe.
 
 If the changed file cannot be used (half written, invalid, gone), the previous keys stay valid and
-the log has the reason. Therefore a key is revoked by writing a file without the key. Removing the
-file revokes nothing.
+the log has the reason. Therefore an operator revokes a key by removing it from the file. Removing
+the file revokes no key.
 
-The table is indexed by a keyed BLAKE2b hash of each API key's SHA-256. The hash key (`pepper`) is
-random in each process, and the SHA-256 found is compared in constant time. So response times reveal
-nothing about the hashes in the file.
+The lookup table is indexed by a keyed BLAKE2b hash of each API key's SHA-256. The key of this hash
+(`pepper`) is random in each process, and the SHA-256 found is compared in constant time. So
+response times reveal nothing about the hashes in the file.
 
 Not here: the file's format (tenants_file.py), proving the tenant to a frontend (proof.py).
 """
@@ -28,22 +28,22 @@ from mooncake_store.errors import StoreError
 from mooncake_store.keys.folder import LiveFiles
 
 log = logging.getLogger(__name__)
-VARIABLE = "MOONCAKE_API_KEYS"  # the file's path, or its JSON text, which begins with {
+VARIABLE = "MOONCAKE_API_KEYS"  # path of the file, or its JSON text, which begins with {
 KEY_BYTES = 32  # random bytes of an API key
 KEY_PREFIX = "mk-"
 KEY_CHARACTERS_MAX = 256  # longer keys are rejected without hashing
 
 
 def environment(option: Path | None, env: Mapping[str, str]) -> dict[str, str]:
-    """VARIABLE for the launched processes: `option` or else the value in `env`; paths absolute."""
+    """VARIABLE for the launched processes, from `option` or else from `env`, with absolute path."""
     given = env.get(VARIABLE, "").strip() if option is None else str(option)
     if given and not given.startswith("{"):
-        given = os.path.abspath(given)  # links are not resolved, because they may change
+        given = os.path.abspath(given)  # keeps symbolic links, because their targets may change
     return {VARIABLE: given} if given else {}
 
 
 def problems(option: Path | None, env: Mapping[str, str]) -> list[str]:
-    """Why a launch cannot start with these keys; [] if it can."""
+    """Why `mooncake serve` cannot start with these keys; [] if it can."""
     try:
         ApiKeys.of(environment(option, env).get(VARIABLE, ""))
     except TenantsInvalid as error:
@@ -94,9 +94,9 @@ class ApiKeys:
         """Read the file at `path`, or `text` if `path` is None. Raises TenantsInvalid."""
         self._pepper = secrets.token_bytes(KEY_BYTES)
         self._files: LiveFiles[KeyTable] | None = None
-        self._whole: KeyTable | None = None  # table of the latest valid content
+        self._whole: KeyTable | None = None  # table of the file's latest valid content
         if path is not None:
-            tenants_file.read(path)  # raises TenantsInvalid with the file's own message
+            tenants_file.read(path)  # raises TenantsInvalid, which LiveFiles would replace
             self._files = LiveFiles([path], lambda: self._read(path))
             self._files.get()
         else:
@@ -105,14 +105,14 @@ class ApiKeys:
 
     @classmethod
     def of(cls, given: str) -> ApiKeys | None:
-        """Keys of a path or of a file's text; None for "". Raises TenantsInvalid."""
+        """The keys in a file. `given`: its path or its text; "": None. Raises TenantsInvalid."""
         if not given:
             return None
         return cls(None, given) if given.startswith("{") else cls(Path(given))
 
     @classmethod
     def of_process(cls) -> ApiKeys | None:
-        """Keys of this process's MOONCAKE_API_KEYS; None without it."""
+        """The keys that MOONCAKE_API_KEYS of this process names; None if it is not set."""
         return cls.of(os.environ.get(VARIABLE, "").strip())
 
     def tenant_of(self, key: str) -> ApiTenant | None:
@@ -145,6 +145,6 @@ class ApiKeys:
         except TenantsInvalid as error:
             if self._whole is None:
                 raise StoreError(str(error)) from error
-            # LiveFiles caches the returned old table until the file changes again.
-            log.warning("keys are not read again, the previous ones stay valid: %s", error)
+            # LiveFiles keeps the returned old table until the file changes again.
+            log.warning("changed keys cannot be used, the old ones stay in use: %s", error)
         return self._whole

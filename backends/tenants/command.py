@@ -1,6 +1,6 @@
 """`mooncake tenants`: makes a key for a tenant, lists tenants and limits, revokes a key.
 
-A key is printed once, when it is made. The file has only its SHA-256. Running servers read the file
+A new key is printed once. The file has only the SHA-256 of the key. Running servers read the file
 again when it changes.
 """
 
@@ -36,7 +36,7 @@ app = typer.Typer(
 )
 File = Annotated[Path, typer.Argument(help="the file of `mooncake serve --api-keys`")]
 ID_CHARACTERS_MIN = 6  # shortest prefix of a key id that `revoke` accepts
-LIMIT = "unchanged without it, and none for a new tenant; 0 removes a limit"
+LIMIT = "without this option the limit is unchanged; 0 removes the limit"
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def add(
     salt: Annotated[
         str | None,
         typer.Option(
-            help="salt of its cached KV, by default its name; tenants with one salt share KV"
+            help="salt of the tenant's cached KV, by default its name; equal salts share KV"
         ),
     ] = None,
     priority: Annotated[
@@ -72,12 +72,10 @@ def add(
     operator: Annotated[
         bool | None,
         typer.Option(
-            "--operator/--no-operator", help="whether its keys see all tenants' decisions"
+            "--operator/--no-operator", help="whether the tenant's keys see all decisions"
         ),
     ] = None,
-    key: Annotated[
-        bool, typer.Option("--key/--no-key", help="make a key, or only set the other options")
-    ] = True,
+    key: Annotated[bool, typer.Option("--key/--no-key", help="whether to make a key")] = True,
 ) -> None:
     """Make a key for a tenant and print it once; options set the tenant's limits."""
     given = {
@@ -135,7 +133,7 @@ def revoke(
 ) -> None:
     """Revoke a key, or a tenant with all of its keys.
 
-    The command never prints the key, because terminals and logs keep their output.
+    The command never prints the key, because its output may stay in a log.
     """
     with _errors_to_stderr(), sole_writer(file.parent):
         content = tenants_file.read(file)
@@ -146,7 +144,7 @@ def revoke(
         else:
             gone = [each for each in content.keys if is_named(each, key)]
             if not gone:
-                raise TenantsInvalid(f"{file} has no tenant and no key of that name")
+                raise TenantsInvalid(f"{file} has no tenant and no key with this name or id")
             if len(gone) > 1:
                 raise TenantsInvalid(f"{len(gone)} keys begin with {key}: give more characters")
             whose = f"{gone[0].tenant} ({gone[0].key_id})"
@@ -170,7 +168,7 @@ def shown(name: str, entry: TenantEntry) -> str:
     salt = tenant_of_entry(name, entry).salt
     if salt != name:
         words.append(
-            "shares cached KV with requests without a tenant" if not salt else "its own salt"
+            "shares cached KV with requests without a tenant" if not salt else "a salt is set"
         )
     if entry.operator:
         words.append("operator")

@@ -1,11 +1,11 @@
 """The principal of a request at the frontend: its tenant, with salt, priority and limits.
 
     no API keys configured   the client's parameters `tenant` and `request_priority` are used
-    API keys, valid proof    the file's tenant: its cache salt, its priority, its limits
+    API keys, valid proof    the proven tenant, with the salt, priority and limits in the file
     API keys, no tenant      the default tenant, without a salt. If the file sets `keyless` to
                              `refused`, only `describe` is served and other requests are rejected
-    API keys, invalid proof  rejected: the tenant's proof is missing, expired or wrong, or the
-                             tenant is not in the file any more
+    API keys, invalid proof  the request is rejected. The proof is missing, expired or wrong, or
+                             the tenant is no longer in the file
 
 With API keys, a client's `request_priority` may be below the priority of its tenant. A higher value
 is reduced to the tenant's priority.
@@ -32,7 +32,7 @@ class Principal:
     known: ApiTenant | None = None  # the tenant's settings in the file; None without API keys
 
     def salt(self, given: str) -> str:
-        """Salt of the block keys. Without API keys it is `given`, the client's `tenant`."""
+        """Salt of the block keys. `given`: parameter `tenant`, which is used without API keys."""
         return given if self.known is None else self.known.salt
 
     @property
@@ -50,12 +50,12 @@ class Principal:
 def principal_of(
     parameters: Mapping[str, Any], keys: ApiKeys | None, secret: str, now_unix_s: float
 ) -> Principal:
-    """The principal of a request. Raises Forbidden for a request that the table above rejects."""
+    """The principal of a request. Raises Forbidden for requests that the module's table rejects."""
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")
     if keys is None:
         return Principal(named if isinstance(named, str) else "")  # parsing rejects other types
     if not named and not proof:
-        # `describe` returns the service's public properties. The gateway sends it without a tenant.
+        # `describe` true returns only public properties, and the gateway sends it without a tenant.
         if not keys.serves_keyless and parameters.get("describe") is not True:
             raise Forbidden("this server serves only requests with an API key")
         return Principal(DEFAULT, keys.tenant(DEFAULT))
@@ -73,8 +73,8 @@ def principal_of(
 def check_is_gateway(
     parameters: Mapping[str, Any], keys: ApiKeys | None, secret: str, now_unix_s: float
 ) -> None:
-    """Raises Forbidden if keys are configured and the caller is not the gateway. Call this before
-    data of all tenants is sent."""
+    """Raises Forbidden if keys are configured and the caller is not the gateway. This check guards
+    answers with data of all tenants."""
     if keys is None:
         return
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")

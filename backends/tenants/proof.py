@@ -2,8 +2,8 @@
 
 The gateway looks up the API key and sends the tenant's name with a proof: the time, and an HMAC of
 name and time. The HMAC's key is the secret of the launch (launch_secret.py), which clients do not
-have. A proof is valid for a minute, so a logged proof is soon useless. In a deployment with
-`insecure: true` the secret can be guessed, so proofs can be forged.
+have. A proof expires after a minute, so a proof in a log is soon useless. In a deployment whose
+cluster file has `insecure: true`, the secret can be guessed, so proofs can be forged.
 
 Not here: API keys (api_keys.py), the use of a proven tenant (principal.py).
 """
@@ -18,13 +18,13 @@ import time
 from backends import launch_secret
 
 TENANT, PROOF = "tenant", "tenant_proof"  # parameters of a request
-GATEWAY = "(gateway)"  # the gateway itself; not a valid name of a tenant
-PURPOSE = b"mooncake tenant\0"  # distinguishes this use of the secret from others
-AGE_S_MAX = 60.0  # validity of a proof; the clocks of the hosts must differ by less
+GATEWAY = "(gateway)"  # name by which the gateway proves itself; no tenant can have this name
+PURPOSE = b"mooncake tenant\0"  # makes these HMACs differ from HMACs for other purposes
+AGE_S_MAX = 60.0  # seconds for which a proof is valid; clocks of hosts must differ by less
 
 
 def tenant_parameters(name: str, now_unix_s: float | None = None) -> dict[str, str]:
-    """Parameters of a request of this tenant. Send them at once, because the proof expires."""
+    """Parameters for a request of this tenant, with a proof of the current time."""
     at_s = time.time() if now_unix_s is None else now_unix_s
     return {TENANT: name, PROOF: prove(name, at_s, launch_secret.secret_of_launch())}
 
@@ -54,5 +54,5 @@ def _code(name: str, moment: str, secret: str) -> str:
 
 
 def _bytes(text: str) -> bytes:
-    """Encodes any client's text: JSON may contain lone surrogates, which are not valid UTF-8."""
+    """Encodes any text of a client, even lone surrogates, which JSON may contain."""
     return text.encode("utf-8", "surrogatepass")

@@ -1,8 +1,7 @@
 """The label `tenant` of metrics: a bounded number of tenants have series of their own.
 
-Triton keeps each series until it exits, so clients must not choose labels. The first LABELS_MAX
-tenants of the file of keys that send a request get a label of their own. Later tenants share the
-label OTHERS. Salts and keys are never on the metrics page.
+Triton keeps each series until it exits, so the number of labels is bounded. The first LABELS_MAX
+tenants that send a request get a label of their own. All later tenants share the label OTHERS.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping
 from backends.tenants.principal import Principal
 
 LABELS_MAX = 64
-OTHERS = "(others)"  # not a valid name of a tenant
+OTHERS = "(others)"  # no tenant can have this name
 OF_A_TENANT = re.compile(rb'[{,]tenant="([^"]*)"')
 
 
@@ -36,7 +35,7 @@ class TenantLabels:
         self._known: set[str] = set()
 
     def of(self, principal: Principal) -> str:
-        """The tenant's label; "" without API keys, because then no metric is counted by tenant."""
+        """The tenant's label; "" without API keys, when metrics are not counted by tenant."""
         if principal.known is None:
             return ""
         if principal.tenant not in self._known and len(self._known) >= self._labels_max:
@@ -45,7 +44,7 @@ class TenantLabels:
         return principal.tenant
 
     def sums(self, of_tenants: Mapping[str, int]) -> dict[str, int]:
-        """Sum a number of each tenant by label. A tenant's own label is included also with 0."""
+        """Label -> sum of its tenants' numbers. A label that was given out has at least 0."""
         found = dict.fromkeys(self._known, 0)
         for tenant, number in of_tenants.items():
             label = tenant if tenant in self._known else OTHERS
