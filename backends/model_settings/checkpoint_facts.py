@@ -1,4 +1,4 @@
-"""Reads facts of a checkpoint without an engine: from config, headers of weights, tokenizer."""
+"""Reads facts of a checkpoint: from its config.json, tokenizer and headers of weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backends.text.tokenizer import Tokenizer
 
 
 def facts_beside(repository: Path) -> LookUp:
-    """A cached function: value of a parameter `checkpoint` -> facts. Relative paths start at the
+    """A cached function: value of a parameter `checkpoint` -> facts. A relative path starts at the
     parent folder of the repository."""
 
     @cache

@@ -45,8 +45,8 @@ from mooncake_store.cli.arguments import parse_nodes
 
 console = Console(highlight=False, markup=False, soft_wrap=True)
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-EARLIER_S_MAX = 30.0  # limit in s of the wait until an earlier edit of the model is loaded
-READY_S_MAX = 300.0  # default of --ready-s-max; a large checkpoint loads slowly
+EARLIER_S_MAX = 30.0  # longest wait in seconds until an earlier edit of a model is loaded
+READY_S_MAX = 300.0  # default of --ready-s-max in seconds; a large checkpoint loads slowly
 
 app = typer.Typer(
     name="config",
@@ -70,9 +70,9 @@ def check(
     ] = "s0,s1",
     as_json: AsJson = False,
 ) -> None:
-    """Print every mistake of a model repository before a start; exit status 1 if there is any.
+    """Print every mistake of a model repository; exit status 1 if there is any.
 
-    A repository that was rendered for one host of a deployment need not have both roles.
+    A repository that was rendered for one host of a deployment may lack a role.
     """
     texts = _texts(model_repository)
     names = None if is_rendered(model_repository) else parse_nodes(nodes)
@@ -146,7 +146,7 @@ def served_otherwise(running: RunningSettings) -> list[str]:
         if state.outcome == REFUSED:
             found.append(f"the running system kept the old settings of {model}: {state.reason}")
         if state.outcome == PENDING:
-            found.append(f"the running system loads {model} now")
+            found.append(f"the running system has not loaded {model} yet")
     return found
 
 
@@ -161,8 +161,8 @@ def set_values(
 ) -> None:
     """Change parameters in config.pbtxt and wait until the running system serves with them.
 
-    Comments and layout are kept. If any change has a mistake, nothing is written. A change that the
-    running system refuses is undone.
+    Comments and layout are kept. If any change has a mistake, nothing is written. If the running
+    system refuses a model's new file, the old file is restored.
     """
     ask = ask_at(metrics_url)
     model_repository = named_or_served(model_repository, ask)
@@ -204,7 +204,7 @@ def _follow(
     ask: Ask,
     ready_s_max: float,
 ) -> None:
-    """Print the outcome of each edited model. Exits with status 1 if any outcome is not LOADED."""
+    """Print the outcome of each edited model. Exits with status 1 unless all are LOADED."""
     served = {model: text for model, text in edit.texts.items() if model not in running.left_out}
     for model in edit.texts.keys() - served.keys():
         console.print(f"{model} is written, but not served (--prefill or --decode is lower)")
@@ -223,11 +223,11 @@ def _follow(
         console.print(f"{model} serves with it; running requests are not interrupted")
     for model in models[REFUSED]:
         errors.print(f"{model} refused it: {found[model].reason}")
-        # Restore the old file, so that the next start succeeds. Keep a file that was edited again.
+        # The old file is restored, so that the next start succeeds, unless it was edited again.
         if _texts(repository).get(model) == edit.texts[model]:
             write_text(repository, model, texts[model])
     if refused := ", ".join(models[REFUSED]):
-        _fail(f"{refused}: the old settings stay in use, and the files are restored")
+        _fail(f"{refused}: the old settings stay in use; files not edited again are restored")
     if replaced := ", ".join(models[REPLACED]):
         errors.print(f"{replaced}: replaced by another edit; see `mooncake config diff`")
     if late := ", ".join(models[PENDING]):
@@ -242,10 +242,10 @@ def _follow(
 def _wait_for_earlier_edits(
     running: RunningSettings, edit: SettingsEdit, ask: Ask, ready_s_max: float
 ) -> None:
-    """Wait until earlier edits of the same models are loaded, EARLIER_S_MAX at most.
+    """Wait until earlier edits of the same models are loaded or refused.
 
-    Otherwise the outcome of an earlier edit could be mistaken for the outcome of this edit. The
-    limit allows this edit to replace one that never loads.
+    Otherwise their outcome could be mistaken for the outcome of this edit. The wait ends after
+    EARLIER_S_MAX, so that this edit can replace an edit that never loads.
     """
     busy = {
         model: state.digest
@@ -258,7 +258,7 @@ def _wait_for_earlier_edits(
 
 
 def _of_this(ask: Ask, repository: Path) -> RunningSettings | None:
-    """The settings of the running system. None if no system serves `repository`."""
+    """The settings of the running system; None if no running system serves `repository`."""
     running = ask()
     if running is None or running.serves(repository):
         return running

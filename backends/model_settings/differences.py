@@ -1,6 +1,6 @@
 """Differences of a repository's parameters from the defaults and the shipped files. Pure.
 
-Values are compared after parsing: 1.0 equals 1, and true equals yes.
+Values are compared after parsing, so 1.0 equals 1, and true equals yes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ParameterDifference:
     parameter: str
     value: str
     default: str | None  # None: this model has no such parameter
-    shipped: str | None  # value in the shipped file; None: no shipped model of this backend
+    shipped: str | None  # value in the shipped file; None: no shipped model has this backend
 
     def __str__(self) -> str:
         if self.default is None:
@@ -35,10 +35,10 @@ class ParameterDifference:
 def differences(
     files: list[ModelFile], shipped: Mapping[str, ModelFile]
 ) -> Iterator[ParameterDifference]:
-    """The parameters of `files` that differ from the default or from the shipped file.
+    """The parameters of `files` whose value is not the default or not the shipped value.
 
     `shipped`: model -> shipped file. A model without a shipped file is compared with the first
-    shipped model of its backend. Models that have no known parameters are skipped.
+    shipped model of its backend. Models without known parameters are skipped.
     """
     for file in files:
         kinds = {each.name: str(each.type) for cls in classes_of(file)[0] for each in fields(cls)}
@@ -60,7 +60,7 @@ def differences(
 
 
 def read(kind: str, text: str) -> object:
-    """The value of the text, for comparisons; the text itself if it is not of this kind."""
+    """The value of the text for comparisons, or the text itself if it is not valid."""
     try:
         return convert(kind, text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Plans the edit of `mooncake config set`, or reports every reason against it. Pure.
+"""Plans the edit of `mooncake config set`, or reports all reasons to refuse it. Pure.
 
-An edit is refused for three reasons: the repository gets a new mistake, an edited model has any
-mistake, or the running system cannot apply a change.
+An edit is refused if it adds a mistake to the repository, if an edited model has any mistake, or if
+the running system cannot apply a change.
 
 Not here: files (repository_files.py), waiting for the running system (running_system.py).
 """
@@ -21,13 +21,13 @@ from backends.model_settings.running_system import RunningSettings
 
 FORM = "MODEL.PARAMETER=VALUE, like conductor.admission=early or 'prefill_*.chunk_tokens=256'"
 PATTERN = "*?["  # a model name with one of these characters is a pattern
-# Each of these settings gives a worker further parameters, which the same edit may set.
+# With one of these settings, a worker has further parameters, which the same edit may set.
 ADDING_MOST: tuple[Mapping[str, str], ...] = ({"engine": "tensorrt_llm"}, {"roles": "both"})
 ADDING = tuple(f".{name}" for more in ADDING_MOST for name in more)
 
 
 class EditRefused(Exception):
-    """The edit has mistakes; `problems` lists all of them."""
+    """The edit is refused; `problems` lists all reasons."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -49,10 +49,8 @@ class ValueChange:
 
 @dataclass(frozen=True, slots=True)
 class SettingsEdit:
-    """`texts` maps each changed model to its new config.pbtxt."""
-
     changes: tuple[ValueChange, ...]
-    texts: Mapping[str, str]
+    texts: Mapping[str, str]  # changed model -> new content of its config.pbtxt
 
 
 def plan_edit(
@@ -61,10 +59,10 @@ def plan_edit(
     checkpoint: LookUp,
     running: RunningSettings | None = None,
 ) -> SettingsEdit:
-    """Raises EditRefused with every mistake. `running`: the system that serves `texts`, if any."""
+    """Raises EditRefused. `running`: the running system that serves `texts`, or None."""
     problems: list[str] = []
     wanted: dict[str, dict[str, str]] = {}
-    # First apply the assignments that give workers further parameters (ADDING), because a pattern
+    # Assignments that give workers further parameters (ADDING) come first, because a pattern
     # matches only models that have the assigned parameter.
     ordered = sorted(assignments, key=lambda each: not each.split("=")[0].strip().endswith(ADDING))
     for assignment in ordered:
@@ -100,19 +98,19 @@ def plan_edit(
 
 
 def not_live(changes: Iterable[ValueChange], running: RunningSettings) -> Iterator[str]:
-    """The changes that a running system cannot apply, each with its remedy."""
+    """Why the running system cannot apply some of the changes, each with a remedy."""
     for change in changes:
         name = f"{change.model}.{change.parameter}"
         if change.parameter in running.options:
             yield (
                 f"{name}: --{change.parameter} of the running `mooncake serve` overrides the file; "
-                "restart it without that option, or with another value"
+                "restart `mooncake serve` without this option, or with another value"
             )
         elif change.parameter in FINGERPRINT:
             yield (
-                f"{name} cannot be changed while it serves: workers cannot read KV of another "
-                f"{change.parameter}, so all workers must change together. Stop `mooncake serve`, "
-                f"set it in all models ('*.{change.parameter}=...'), start it again"
+                f"{name} cannot be changed while it serves, because a worker cannot read KV of "
+                f"another {change.parameter}. Stop `mooncake serve`, set the parameter in all "
+                f"models ('*.{change.parameter}=...'), and start `mooncake serve` again"
             )
 
 
@@ -133,8 +131,8 @@ def _assigned(
     if not models:
         if made:
             raise ConfigError(
-                f"{pattern} has no folder and is made from {made}: give it a folder to change it "
-                f"alone (cp -r {made} {pattern}), or change {made}"
+                f"{pattern} has no folder and is made from {made}: change {made}, or first make a "
+                f"folder for it (cp -r {made} {pattern})"
             )
         raise ConfigError(f"there is no model {pattern!r}{did_you_mean(pattern, set(texts))}")
     if any(character in pattern for character in PATTERN):
@@ -156,8 +154,8 @@ def _assigned(
 
 
 def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING_MOST) -> set[str]:
-    """Names of the parameters that the model has, or would have with one of `settings`. Empty for
-    an unreadable file and for a backend without known parameters."""
+    """Names of the parameters that the model has, or would have with one of `settings`. Empty if
+    the file is invalid or the backend has no known parameters."""
     try:
         file = read_model_file(model, text)
     except ConfigError:

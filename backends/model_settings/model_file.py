@@ -1,8 +1,8 @@
 """Reads one config.pbtxt as Triton does, and changes values in its text.
 
-The text is parsed as Triton's own protobuf message (ModelConfig), so this module and Triton accept
-the same files. A value is replaced in the text, so that comments and layout are kept. The new text
-is parsed again, and rejected if anything but the value has changed.
+The text is parsed into Triton's own protobuf message (ModelConfig), so this module and Triton
+accept the same files. A change replaces only the value's characters, so comments and layout are
+kept. The new text is parsed again, and rejected if anything except the value has changed.
 
 Not here: whether values are right (repository_check.py), access to files (repository_files.py).
 """
@@ -25,8 +25,8 @@ TAKE_ANOTHER = "take one of the same kind as a model"
 COMMENT = re.compile(
     r"""(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|\#[^\n]*""", re.VERBOSE
 )
-SHOWN_MAX = 200  # characters of the parser's own message that an error quotes at most
-NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # characters to which BYTES decodes invalid bytes
+SHOWN_MAX = 200  # an error quotes at most this number of characters of the parser's message
+NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # characters for invalid bytes, by error handler BYTES
 SET_BY_COMMAND = "Set by `mooncake config set`."
 
 
@@ -34,15 +34,15 @@ SET_BY_COMMAND = "Set by `mooncake config set`."
 class ModelFile:
     """The settings of a config.pbtxt that this project uses."""
 
-    model: str  # name of its folder
+    model: str  # name of the model's folder
     text: str
-    name: str  # name in the file; "": the file has none, and Triton uses the folder's name
+    name: str  # name in the file; "": no name, so Triton uses the folder's name
     backend: str  # field `backend`, or else field `platform`
-    parameters: Mapping[str, str]  # without names with a leading _, which the launcher adds
+    parameters: Mapping[str, str]  # without the launcher's parameters, whose names begin with _
     instances: int  # sum over all instance groups, >= 1
     steps: tuple[str, ...]  # models that an ensemble calls; () for other models
     inputs: Mapping[str, str]  # tensor -> Triton's name of its type, without TYPE_
-    outputs: Mapping[str, str]  # as inputs
+    outputs: Mapping[str, str]  # tensor -> Triton's name of its type, without TYPE_
 
     @property
     def is_worker(self) -> bool:
@@ -74,7 +74,7 @@ def read_model_file(model: str, text: str) -> ModelFile:
 
 @lru_cache(maxsize=128)
 def reading_problem(model: str, raw: bytes) -> str:
-    """Why Triton cannot read this config.pbtxt, with line and remedy; "" if it can."""
+    """Why Triton cannot read this config.pbtxt, with line and remedy; "" if Triton can."""
     text = raw.decode("utf-8", BYTES)
     try:
         _parsed(model, text)
@@ -84,13 +84,13 @@ def reading_problem(model: str, raw: bytes) -> str:
 
 
 def without_comments(text: str) -> str:
-    """The text without comments and with single spaces. Triton reloads a model only if this form of
-    its config.pbtxt changes."""
+    """The text without comments and with single spaces. Triton reloads a model only if this form
+    of the model's config.pbtxt changes."""
     return " ".join(COMMENT.sub(r"\g<string>", text).split())
 
 
 def changed(file: ModelFile, parameters: Mapping[str, str]) -> str:
-    """The text with these values. Raises ConfigError if the text must be edited by hand."""
+    """The file's text with these values. Raises ConfigError if it must be edited by hand."""
     hidden = sorted((file.parameters.keys() & parameters.keys()) - parameters_of(file.text).keys())
     if hidden:
         raise ConfigError(_by_hand(file.model, hidden[0]))
@@ -114,7 +114,7 @@ def _by_hand(model: str, parameter: str) -> str:
 def _parsed(model: str, text: str) -> Any:
     if problem := _encoding_problem(text):
         raise ConfigError(f"{model}/{CONFIG} is no model configuration: {problem}")
-    readable = text.encode("utf-8", BYTES).decode("utf-8", "replace")  # comments may have any bytes
+    readable = text.encode("utf-8", BYTES).decode("utf-8", "replace")  # for bad bytes in comments
     try:
         return text_format.Parse(readable, model_config_pb2.ModelConfig())
     except text_format.ParseError as error:
@@ -124,13 +124,13 @@ def _parsed(model: str, text: str) -> Any:
         what = what if len(what) <= SHOWN_MAX else f"... {what[-SHOWN_MAX:]}"
         raise ConfigError(
             f"{model}/{CONFIG} is no model configuration: {where}{what or error} (correct that "
-            "line; a file that was cut off ends there)"
+            "line; if it is the last line, the file may be cut off)"
         ) from None
 
 
 def _encoding_problem(text: str) -> str:
     if text.startswith("\ufeff"):
-        return "line 1: begins with a byte order mark; save it as UTF-8 without one (no BOM)"
+        return "line 1: begins with a byte order mark (BOM); save the file as UTF-8 without BOM"
     if text.startswith(("\udcff\udcfe", "\udcfe\udcff")):
         return "line 1: begins like UTF-16; save it as UTF-8"
     read = COMMENT.sub(r"\g<string>", text)

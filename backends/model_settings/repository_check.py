@@ -1,7 +1,7 @@
-"""Finds the mistakes of a model repository before a start.
+"""Finds the mistakes of a model repository, before Triton loads the models.
 
-The code that a model runs when it loads (config_pbtxt.py) checks each file. Then the models are
-checked together: parameters that all workers must share, both roles, storage nodes, pipeline
+Each file is checked by the code that a model runs when it loads (config_pbtxt.py). Then the models
+are checked together: parameters that all workers must share, both roles, storage nodes, pipeline
 stages, steps of an ensemble. The caller reads all files.
 
 Not here: reading folders (repository_files.py), a host's GPUs and memory (backends/doctor).
@@ -39,8 +39,8 @@ CLASSES: Mapping[str, tuple[type[Any], ...]] = {
     "postprocessing": (TokenizerConfig,),
 }
 INPUTS = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
-STAGES_MAX = 1024  # stages of a pipeline group beyond this number are not searched for gaps
-# Parameters that must be equal in a pipeline group. FINGERPRINT must be equal in all workers.
+STAGES_MAX = 1024  # stages of a pipeline group that are searched for gaps
+# Parameters that must be equal in a pipeline group. FINGERPRINT lists those of all workers.
 OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
 
 
@@ -48,9 +48,9 @@ OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
 class CheckpointFacts:
     """Properties of a checkpoint's folder that the checks use."""
 
-    problems: tuple[str, ...] = ()  # for every model with this checkpoint
-    torch_problems: tuple[str, ...] = ()  # only for workers with the engine torch
-    context_tokens_max: int = 0  # longest prompt + output in tokens; 0: unknown
+    problems: tuple[str, ...] = ()  # problems for every model with this checkpoint
+    torch_problems: tuple[str, ...] = ()  # problems only for workers with the engine torch
+    context_tokens_max: int = 0  # limit of prompt and output tokens together; 0: unknown
     layers: int = 0  # number of layers; 0: unknown
 
 
@@ -69,10 +69,10 @@ def check_repository(
     nodes: Collection[str] | None = None,
     versionless: Collection[str] = (),
 ) -> RepositoryFindings:
-    """Find mistakes and notes. `texts`: model -> its config.pbtxt.
+    """Find mistakes and notes. `texts`: model -> content of its config.pbtxt.
 
-    `nodes`: the storage nodes of this host. None: the repository may lack nodes, roles and pipeline
-    stages, because other hosts have them. `versionless`: models without a version folder.
+    `nodes`: names of the storage nodes. None: missing nodes, roles and pipeline stages are no
+    mistakes, because other hosts have them. `versionless`: models without a version folder.
     """
     found = RepositoryFindings()
     files = []
@@ -118,8 +118,8 @@ def model_mistakes(file: ModelFile) -> Iterator[str]:
 
 
 def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
-    """(configuration classes of a model, common check). The common check takes an instance of each
-    class and yields mistakes. Backends other than ours have no classes: ()."""
+    """(configuration classes of a model, common check). The common check takes one instance of each
+    class and yields mistakes. A backend of another project has no classes: ()."""
     if file.backend in ROLES:
         return config_classes(file.backend, file.parameters)
     return CLASSES.get(file.backend, ()), lambda *configs: ()
@@ -141,14 +141,14 @@ def _tensor_mistakes(file: ModelFile) -> Iterator[str]:
 
 def _model_notes(file: ModelFile) -> Iterator[str]:
     if file.text.strip() and not file.backend:
-        yield "names no backend; Triton guesses one from its files"
+        yield "config.pbtxt names no backend; Triton guesses one from the model's files"
     for old, new in OLD_NAMES.items():
         if old in file.parameters:
             yield f"{old} is now called {new}; rename it"
     if file.backend == "conductor":
         missing = [each.name for each in INPUTS if each.name not in file.inputs]
         if missing:
-            yield f"clients cannot send {', '.join(missing)}: copy it from the shipped config.pbtxt"
+            yield f"clients cannot send {', '.join(missing)}: add the inputs of the shipped file"
 
 
 def _disagreements(files: list[ModelFile], workers: list[ModelFile]) -> Iterator[str]:
@@ -230,7 +230,7 @@ def _missing_parts(workers: list[ModelFile], nodes: Collection[str]) -> Iterator
         if not any(file.backend == role for file in workers):
             yield f"no model has the backend {role!r}: requests need a worker of both roles"
     for group, files in _pipeline_groups(workers).items():
-        counts: dict[int, int] = {}  # stage -> number of stages in its config.pbtxt
+        counts: dict[int, int] = {}  # stage -> parameter pipeline_stages in its config.pbtxt
         for file in files:
             stage, count = file.value("pipeline_stage", 0), file.value("pipeline_stages", 1)
             if stage.isdecimal() and count.isdecimal():

@@ -19,11 +19,11 @@ CONFIG_BYTES_MAX = 2**20
 
 
 def read_texts(repository: Path) -> dict[str, str]:
-    """Model -> its config.pbtxt. Raises ConfigError if no file exists, or a file is unreadable."""
+    """Model -> its config.pbtxt's text. Raises ConfigError if none exists or one is unreadable."""
     if not repository.is_dir():
         raise ConfigError(
-            f"there is no model repository at {repository}: run from the project's root, name one "
-            "with --model-repository, or make one with `mooncake init FOLDER`"
+            f"there is no model repository at {repository}: run from the project's root, name a "
+            "repository with --model-repository, or make one with `mooncake init FOLDER`"
         )
     found = {}
     for path in sorted(
@@ -36,8 +36,8 @@ def read_texts(repository: Path) -> dict[str, str]:
 
 
 def read_config(model: Path) -> bytes:
-    """The config.pbtxt of a model's folder. Raises ConfigError with a remedy if the file is
-    unreadable. A pipe of this name is rejected, so that it cannot block the caller."""
+    """The content of config.pbtxt in a model's folder. Raises ConfigError with a remedy if the file
+    is unreadable. A named pipe is not read, because reading it could block."""
     path = model / CONFIG
     try:
         found = path.stat()
@@ -64,14 +64,14 @@ def by_number(model: str) -> tuple[str, int, str]:
 
 
 def sole_setter(repository: Path, report: Callable[[str], None]) -> AbstractContextManager[None]:
-    """Allow one `mooncake config set` at a time. Otherwise a call could await another's edit."""
+    """Allow one `mooncake config set` at a time, so that each sees the outcome of its own edit."""
     if not os.access(repository, os.R_OK):
-        return contextlib.nullcontext()  # reading the repository reports the problem
+        return contextlib.nullcontext()  # the caller's next read raises the error
     return sole_writer(repository, lambda: report("waits for another `mooncake config set`"))
 
 
 def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Write all texts. If a write fails, restore the files from `before` and raise ConfigError."""
+    """Write all texts. If a write fails, restore the files to `before` and raise ConfigError."""
     written: list[str] = []
     try:
         for model, text in texts.items():
@@ -89,7 +89,7 @@ def write_texts(repository: Path, texts: Mapping[str, str], before: Mapping[str,
 def write_text(repository: Path, model: str, text: str) -> None:
     """Replace a file atomically and keep its permissions. If it is a link, replace the target."""
     path = (repository / model / CONFIG).resolve()
-    # A running system mirrors the model's folder. The temporary file is therefore beside it.
+    # A running system copies the model's folder, so the temporary file is outside of this folder.
     replace_file(
         path,
         text.encode("utf-8", BYTES),

@@ -22,15 +22,14 @@ ASK_S_MAX = 5.0  # timeout of one GET /settings
 POLL_S = 0.2  # pause between two polls
 GONE_S_MAX = 10.0  # seconds without an answer after which the system counts as ended
 PENDING, LOADED, REFUSED = "pending", "loaded", "refused"
-# The file changed again before Triton loaded or refused this version.
-REPLACED = "replaced"
+REPLACED = "replaced"  # the file changed again before this version was loaded or refused
 
 
 @dataclass(frozen=True, slots=True)
 class EditState:
     """The state of one version of a model's config.pbtxt."""
 
-    digest: str  # digest of the operator's file
+    digest: str  # repository_files.digest of the file in the model repository
     outcome: str  # PENDING, LOADED or REFUSED; from `wait_for` also REPLACED
     reason: str = ""  # why the file was refused; "" unless outcome is REFUSED
 
@@ -61,8 +60,8 @@ Ask = Callable[[], RunningSettings | None]  # reads the settings; None: no valid
 
 
 def named_or_served(repository: Path, ask: Ask) -> Path:
-    """`repository`, or the running system's repository if `repository` is the missing default
-    folder. The default folder exists only in a checkout."""
+    """`repository`, or the running system's repository if `repository` is the default folder and
+    does not exist. The default folder exists only in a checkout."""
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         running = ask()
         if running is not None and Path(running.repository).is_dir():
@@ -71,8 +70,8 @@ def named_or_served(repository: Path, ask: Ask) -> Path:
 
 
 def ask_at(metrics_url: str) -> Ask:
-    """A function that reads the settings from this metrics port. The function returns None if the
-    page does not answer or its answer is invalid."""
+    """A function that reads the settings at this metrics port. The function returns None if it gets
+    no answer or an invalid one."""
     url = metrics_url.removesuffix("/").removesuffix("/metrics") + "/settings"
 
     def ask() -> RunningSettings | None:
@@ -86,8 +85,8 @@ def ask_at(metrics_url: str) -> Ask:
 
 
 def outcomes(wanted: Mapping[str, str], running: RunningSettings | None) -> dict[str, EditState]:
-    """Model -> state of its version in `wanted` (model -> digest). PENDING until the system reports
-    this digest. Pure."""
+    """Model -> state of the version in `wanted` (model -> digest). The state is PENDING until the
+    running system reports this digest. Pure."""
     found = {}
     for model, digest in wanted.items():
         state = running.models.get(model) if running is not None else None
@@ -103,10 +102,10 @@ def wait_for(
     seconds_max: float,
     is_unchanged: Callable[[str], bool] = lambda model: True,
 ) -> dict[str, EditState]:
-    """Poll until no outcome is pending. Give up after `seconds_max`, or after GONE_S_MAX without an
-    answer: some outcomes are then PENDING. The last poll may exceed the limit by ASK_S_MAX.
+    """Poll until no outcome is PENDING. After `seconds_max`, or GONE_S_MAX without an answer, the
+    result may have PENDING outcomes. The last poll may exceed the limit by ASK_S_MAX.
 
-    `wanted`: model -> digest. `is_unchanged(model)`: its file is still the version in `wanted`.
+    `wanted`: model -> digest. `is_unchanged(model)`: the file is still the version in `wanted`.
     """
     answered_s = time.monotonic()
     give_up_s = answered_s + seconds_max

@@ -1,9 +1,10 @@
 """Options of `mooncake serve` for all models: checkpoint, dtype, device, number of workers.
 
 An option overrides its parameter in every config.pbtxt. The launcher does not write to the model
-repository: it renders *mirrors*, copies that the Tritons poll. Edits of other parameters therefore
-take effect as usual. If a role has fewer folders than wanted workers, further workers are *made*
-from the first served folder of this role. Made workers use the storage nodes in turn.
+repository. It writes *mirrors*, copies that the Tritons poll, and applies the options there. Edits
+of other parameters in the repository take effect as usual. If a role has fewer folders than wanted
+workers, further workers are *made* from the first served folder of the role. Made workers use the
+storage nodes in turn.
 
 Not here: writing the mirrors (backends/launcher/repository.py).
 """
@@ -23,7 +24,7 @@ COMMENT = "Set by options of `mooncake serve`."
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """The options of one launch. "": the option is not given, and the files keep their values."""
+    """The options of one launch. "": the option is not given, so the files' values count."""
 
     checkpoint: str = ""  # an absolute path, or "demo"
     dtype: str = ""
@@ -56,16 +57,13 @@ NO_SETTINGS = ServeSettings()
 class ServedWorkers:
     """The difference between the workers of a launch and the worker folders of its repository."""
 
-    left_out: frozenset[str] = frozenset()  # folders beyond the wanted number: not served
-    # Worker without a folder -> (role, its number among the workers of this role, from 0).
+    left_out: frozenset[str] = frozenset()  # folders above the wanted number, which are not served
+    # Made worker -> (role, the worker's number among the workers of this role, from 0).
     made: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def source_of(self, model: str, backends: Mapping[str, str]) -> str:
-        """The folder that a worker is rendered from: its own, or the first served one of its role.
-
-        Returns "" if no folder of the role exists any more. `backends`: existing folder -> its
-        backend.
-        """
+        """The worker's own folder if it has one; or else the first served folder of its role, from
+        which it is made. "" without a folder. `backends`: existing folder -> its backend."""
         if model in backends:
             return model
         role, _ = self.made[model]
@@ -82,7 +80,7 @@ def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> Serv
         there = [model for model in sorted(backends, key=by_number) if backends[model] == role]
         if not there:
             raise ConfigError(
-                f"--{role} {count}: the model repository has no {role} worker; add a folder of one"
+                f"--{role} {count}: the model repository has no {role} worker; add a folder for one"
             )
         left_out.update(there[count:])
         free = (
@@ -97,7 +95,7 @@ def served_workers(settings: ServeSettings, backends: Mapping[str, str]) -> Serv
 def rendered(
     settings: ServeSettings, text: str, made_number: int | None, nodes: Sequence[str]
 ) -> str:
-    """The config.pbtxt for the mirror. `made_number`: a made worker's number, or None."""
+    """The config.pbtxt for the mirror. `made_number`: number of a made worker; None: not made."""
     parameters = settings.of_model(text)
     if made_number is not None and nodes:
         parameters["store_node"] = nodes[made_number % len(nodes)]
@@ -107,7 +105,7 @@ def rendered(
 
 
 def made_problems(texts: Mapping[str, str], made: Mapping[str, str]) -> list[str]:
-    """Why workers cannot be made from their sources. `made`: worker -> source."""
+    """Why workers cannot be made. `made`: worker without a folder -> folder it is made from."""
     found = []
     for model, source in made.items():
         own = parameters_of(texts[source])
