@@ -1,15 +1,15 @@
 """The metrics of one model: values are observed, checked and published.
 
-**Observing.** Publishing a value takes a round trip to Triton (docs/decisions/0010). To keep
-requests fast, a thread only appends its value to `Observations`: a microsecond, without a lock. The
-metrics thread removes and publishes the values.
+**Observing.** Publishing a value takes a round trip to Triton (docs/decisions/0010). Threads that
+serve requests therefore only append values to `Observations`, which takes a microsecond and no
+lock. The metrics thread removes and publishes the values.
 
 **Publishing.** Only the metrics thread uses `MetricPage`. The page checks each value against
 table.py and sends only values that changed. An unchanged gauge is sent again once a second, because
 the old process of a reloaded model sets its gauges to 0 when it exits.
 
-Pure: the caller passes the function that makes a series in Triton. Not here: when to publish
-(triton/metrics_loop.py), which numbers (frontend/metrics.py, workers/metrics.py).
+The module is pure, because the caller passes the function that makes a series in Triton. Not here:
+when to publish (triton/metrics_loop.py), which numbers (frontend/metrics.py, workers/metrics.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Observations:
         self._waiting: deque[Observation] = deque(maxlen=values_max)
 
     def observe(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Queue a value. Thread-safe (deque.append is atomic). A full queue drops the oldest."""
+        """Queue a value; a full queue drops its oldest. Thread-safe, as deque.append is atomic."""
         self._waiting.append(Observation(name, value, labels))
 
     @property
@@ -47,12 +47,12 @@ class Observations:
         return len(self._waiting) == self._waiting.maxlen
 
     def drain(self) -> Iterator[Observation]:
-        """Remove the values that are queued now. Values that are appended later stay queued."""
+        """Remove and yield the values that are queued now. Values appended later stay queued."""
         for _ in range(len(self._waiting)):
             yield self._waiting.popleft()
 
 
-REFRESH_S = 1.0  # an unchanged gauge is sent again after so many seconds
+REFRESH_S = 1.0  # seconds after which an unchanged gauge is sent again
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -70,11 +70,11 @@ class Undeclared(Exception):
 
 @dataclass(slots=True)
 class Published:
-    """A series in Triton, and what this process published to it."""
+    """A series in Triton, and the state of its values."""
 
     series: Series
-    value: float  # gauge: last value sent, NaN if none was; counter: last total of `counter_to`
-    sent_s: float = 0.0  # gauge: time of the caller's clock at which the value was sent, in s
+    value: float  # gauge: value last sent, NaN before the first; counter: last total of counter_to
+    sent_s: float = 0.0  # gauge: time at which the value was sent, in seconds of the caller's clock
     round: int = 0  # gauge: number of `end_round` calls before the gauge was last set
 
 
@@ -82,21 +82,21 @@ class MetricPage:
     def __init__(self, publisher: str, make: Callable[[Metric, dict[str, str]], Series]) -> None:
         """`publisher`: conductor, prefill or decode. `make`: creates a series in Triton.
 
-        Counters and histograms whose label values table.py lists are created at once, with 0. So a
-        query need not distinguish "none" from "not yet".
+        Counters and histograms whose label values table.py lists are created at once with 0, so
+        that a query finds them before the first value.
         """
         self._publisher = publisher
         self._make = make
         self._published: dict[tuple[Kind, str, Labels], Published] = {}
         self._round = 0
-        self.has_lost_values = False  # values may have been dropped; the metrics loop resets this
+        self.has_lost_values = False  # True: values may be lost; the metrics loop resets the flag
         for metric in METRICS.values():
             if publisher in metric.publishers and metric.kind != "gauge":
                 for labels in metric.series_labels():
                     self._get(metric.kind, metric.name, labels)
 
     def go_on_from(self, before: MetricPage, names: Collection[str]) -> None:
-        """Copy the totals of the counters `names` from an older page: these counters continue."""
+        """Let the counters `names` continue from their totals on an older page."""
         for key, counter in before._published.items():
             if key[0] == "counter" and key[1] in names:
                 self._published[key] = replace(counter)
@@ -113,7 +113,7 @@ class MetricPage:
     def counter_to(self, name: str, total: float, **labels: str) -> None:
         """Increase a counter by the growth of `total` since the last call; never decrease it.
 
-        Triton keeps a counter when a model is reloaded. The `total` of the new process starts at 0.
+        `total` counts from 0 in each process. Triton's counter continues when a model is reloaded.
         """
         counter = self._get("counter", name, labels)
         missing = _finite(name, total) - counter.value
@@ -122,8 +122,8 @@ class MetricPage:
             counter.value = total
 
     def take(self, observations: Observations) -> None:
-        """Publish the queued values; amounts of one counter are summed. Raises at an invalid value.
-        The values before the invalid value are then published, and later values stay queued."""
+        """Publish the queued values, and sum the amounts of each counter. Raises for an invalid
+        value, after the values before it were published; the values after it stay queued."""
         self.has_lost_values = self.has_lost_values or observations.is_full
         amounts: dict[tuple[str, Labels], float] = {}
         try:
@@ -140,7 +140,7 @@ class MetricPage:
                     self._get("counter", name, dict(labels_of)).series.increment(amount)
 
     def end_round(self) -> None:
-        """Set gauges to 0 that were not set since the last call (a storage node that left)."""
+        """Set gauges to 0 that were not set since the last call, for example of a lost node."""
         for gauge in self._gauges():
             if gauge.round != self._round and gauge.value != 0.0:
                 gauge.series.set(0.0)
@@ -148,7 +148,7 @@ class MetricPage:
         self._round += 1
 
     def clear(self) -> None:
-        """Set all gauges to 0. Triton would otherwise keep the last values of an unloaded model."""
+        """Set all gauges to 0, because Triton keeps the last values of an unloaded model."""
         for gauge in self._gauges():
             gauge.series.set(0.0)
             gauge.value = 0.0

@@ -11,11 +11,11 @@ from backends.metrics.status.view import Page, View, parse, view
 
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 FETCH_S_MAX = 5.0  # timeout of one GET of the page
-RECENT_S = 10.0  # "recent" figures cover at least this time, or the time since the first reading
+RECENT_S = 10.0  # recent figures cover this time or slightly more, if there were readings so long
 
 
 class NoStatus(Exception):
-    """The page cannot be read, or has no metrics of ours. The message names the remedy."""
+    """The page cannot be read, or has no `mooncake_` metrics. The message names the remedy."""
 
 
 def fetch_page(metrics_url: str) -> bytes:
@@ -31,32 +31,32 @@ def fetch(metrics_url: str) -> Page:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise NoStatus(
-            f"{metrics_url}: {reason}. Start a server with `mooncake serve`, or name the page of "
-            "one with --metrics-url http://HOST:PORT/metrics"
+            f"{metrics_url}: {reason}. Start a server with `mooncake serve`, or set "
+            "--metrics-url http://HOST:PORT/metrics to the metrics page of a running server"
         ) from None
     if page.is_empty:
         raise NoStatus(
-            f"{metrics_url} answers, but shows no mooncake metrics: it is no mooncake server, or "
-            "it has loaded no model yet"
+            f"{metrics_url} answers, but has no mooncake metrics: either this is not the page of "
+            "`mooncake serve`, or no model is loaded yet"
         )
     return page
 
 
 class Readings:
-    """The pages of the last `recent_s` seconds, for rates. Call `view` only after an `add`."""
+    """The pages of the last `recent_s` seconds, for rates. `view` needs at least one page."""
 
     def __init__(self, recent_s: float = RECENT_S) -> None:
         self._recent_s = recent_s
         self._pages: deque[Page] = deque()
 
     def add(self, page: Page) -> None:
-        """Add a page. Keeps the pages of the last `recent_s` seconds and the newest older page."""
+        """Add a page. Remove pages older than `recent_s`, except the newest of them."""
         self._pages.append(page)
         while len(self._pages) > 2 and page.read_at_s - self._pages[1].read_at_s >= self._recent_s:
             self._pages.popleft()
 
     def clear(self) -> None:
-        """Remove all pages. After a restart of the server, earlier counts give no rates."""
+        """Remove all pages, because the server may restart its counters."""
         self._pages.clear()
 
     def view(self, unix_s: float) -> View:

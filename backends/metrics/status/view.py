@@ -23,7 +23,7 @@ class Page:
 
     @property
     def is_empty(self) -> bool:
-        """True for a page of another server, or before `mooncake serve` has loaded a model."""
+        """True for the page of another kind of server, and before the first model is loaded."""
         return not self.series
 
     def total(self, name: str, **labels: str) -> float:
@@ -31,7 +31,7 @@ class Page:
         return sum(self.by(name, "", **labels).values())
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """Value of `label` -> the sum of the series of `name` with this value and `labels`."""
+        """Value of `label` -> sum of the series of `name` that have this value and `labels`."""
         found: dict[str, float] = {}
         for series_labels, value in self.series.get(name, ()):
             if labels.items() <= series_labels.items():
@@ -40,12 +40,12 @@ class Page:
         return found
 
     def labels_of(self, name: str) -> list[Labels]:
-        """The labels of each series of `name` whose value is 1, as in an info metric."""
+        """The labels of each series of `name` whose value is 1."""
         return [labels for labels, value in self.series.get(name, ()) if value == 1.0]
 
 
 def parse(text: str, read_at_s: float) -> Page:
-    """The `mooncake_` series of a page in Prometheus' text format. ValueError if one is invalid."""
+    """The `mooncake_` series of a page in Prometheus' text format. Raises ValueError."""
     ours = [line for line in text.splitlines() if line.startswith(PREFIX)]
     series: dict[str, list[tuple[Labels, float]]] = {}
     for family in text_string_to_metric_families("\n".join(ours) + "\n"):
@@ -63,12 +63,12 @@ class Change:
 
     @property
     def seconds(self) -> float:
-        """Time between the readings; 0 if `before` is None, and then every rate is 0."""
+        """Time between the readings. It is 0 if `before` is None; every rate is 0 in that case."""
         return self.now.read_at_s - self.before.read_at_s if self.before else 0.0
 
     def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """Growth of a counter for each value of `label`. A counter that is lower than before has
-        restarted from 0, so its growth is its present value."""
+        """Growth of a counter for each value of `label`. If the counter is lower than before, its
+        process has restarted, so the growth is the present value."""
         before = self.before.by(name, label, **labels) if self.before else {}
         return {
             key: value - before.get(key, 0.0) if value >= before.get(key, 0.0) else value
@@ -90,9 +90,9 @@ class Change:
 
 
 def quantile(count_at_most: Mapping[str, float], q: float) -> float | None:
-    """The q-quantile of a histogram; None without values. `count_at_most` maps the bound of each
-    bucket, as text ("0.1", "+Inf"), to the number of values up to the bound. Interpolates linearly
-    inside a bucket; the first bucket begins at 0. For the bucket "+Inf" its lower bound is used."""
+    """The q-quantile of a histogram; None without values. `count_at_most`: upper bound of a bucket,
+    as text ("0.1", "+Inf") -> number of values up to the bound. Interpolates linearly inside a
+    bucket. The first bucket begins at 0. A quantile in the bucket "+Inf" is its lower bound."""
     steps = sorted((float(bound), count) for bound, count in count_at_most.items())
     if not steps or steps[-1][1] <= 0:
         return None
@@ -122,20 +122,20 @@ class Latency(msgspec.Struct, frozen=True):
 class PeriodView(msgspec.Struct, frozen=True):
     """The figures of a period: of the last seconds, or since the server started."""
 
-    seconds: float  # length of the period; 0: since the server started
+    seconds: float  # length of the period; 0: the period since the server started
     requests: dict[str, int]  # by outcome; outcomes with 0 are left out
     rejections: dict[str, int]  # by reason; reasons with 0 are left out
     ttft: Latency
     tbt: Latency
     token_s: float | None  # mean time per token of all streams, including unfinished streams
-    prompt_tokens: dict[str, int]  # by path (PATHS): how the prefill worker got their KV
+    prompt_tokens: dict[str, int]  # by the way in which the prefill worker got their KV (PATHS)
     hit_rate: float | None  # share of prompt tokens with cached KV, 0 to 1; None without a prompt
 
 
 class WorkerView(msgspec.Struct, frozen=True):
     name: str
     role: str
-    node: str  # its storage node
+    node: str  # name of the worker's storage node
     running: int  # requests
     waiting: int  # requests
     pages_used: int
@@ -148,7 +148,7 @@ class WorkerView(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True):
-    name: str  # of a storage node; NODE/ssd: its SSD tier
+    name: str  # name of a storage node, or NODE/ssd for its SSD tier
     bytes_used: int
     bytes_max: int
     blocks: int
@@ -159,7 +159,7 @@ class View(msgspec.Struct, frozen=True):
     up_s: float  # age in s of the oldest model process; 0: unknown
     live: int  # requests in flight
     workers_live: dict[str, int]  # by role; workers in the directory, draining workers included
-    workers_wanted: dict[str, float]  # by role; what the load needs; empty if role_flips is off
+    workers_wanted: dict[str, float]  # by role; number that the load needs; {} without role_flips
     flips_proposed: dict[str, int]  # proposed role changes since the start, by the new role
     recent: PeriodView
     total: PeriodView
@@ -171,7 +171,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 def view(now: Page, before: Page, unix_s: float) -> View:
-    """`before`: an earlier page, for rates. `unix_s`: Unix time at which `now` was read."""
+    """The figures. `before`: an earlier page, for rates. `unix_s`: Unix time of reading `now`."""
     recent, total = Change(now, before), Change(now, None)
     started = [at_s for at_s in now.by("mooncake_start_time_seconds", "model").values() if at_s]
     return View(
@@ -255,7 +255,7 @@ def _worker(change: Change, name: str, role: str, node: str) -> WorkerView:
 
 
 def nodes(change: Change) -> list[Node]:
-    """The storage nodes in the directory. A node that left has 0 bytes and is left out."""
+    """The storage nodes in the directory. The gauges of a node that left are 0; it is omitted."""
     sizes = change.now.by("mooncake_store_bytes_max", "node")
     used = change.now.by("mooncake_store_bytes_used", "node")
     blocks = change.now.by("mooncake_store_blocks", "node")

@@ -1,8 +1,8 @@
 """`mooncake status`: prints worker, latency and store figures from the server's metrics page.
 
-On a terminal the figures refresh until Ctrl-C. With --once, --json, or without a terminal, they are
-printed once. If the page cannot be read, one line shows the reason. On a terminal the command then
-retries; otherwise it exits with status 1. --web serves the figures as a web page instead.
+On a terminal the figures refresh until Ctrl-C. With --once or --json, or without a terminal, they
+are printed once. If the page cannot be read, one line shows the reason. The refreshing command then
+retries; the others exit with status 1. --web serves the figures as a web page instead.
 
 Not here: reading the page (readings.py), computing the figures (view.py).
 """
@@ -35,12 +35,12 @@ from backends.metrics.status.view import ROLES, PeriodView, View, view
 from mooncake_store.cli.arguments import shown_bytes
 
 BAR_CELLS = 10
-COLUMNS_WANTED = 100  # a narrower terminal gets no bars, and no tables side by side
+COLUMNS_WANTED = 100  # on a narrower terminal, no bars are shown and no tables side by side
 NOTHING = "-"
 
 
 def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
-    """Print one view. Its rates come from two readings of the page, `interval_s` seconds apart.
+    """Print the figures once, with rates from two readings of the page, `interval_s` seconds apart.
     Returns the exit status."""
     try:
         before = fetch(metrics_url)
@@ -60,7 +60,7 @@ def once(metrics_url: str, interval_s: float, is_json: bool) -> int:
 
 
 def live(metrics_url: str, interval_s: float) -> int:
-    """Refresh the view on the terminal until Ctrl-C. Returns the exit status."""
+    """Refresh the figures on the terminal until Ctrl-C. Returns the exit status."""
     console = Console(highlight=False)
     readings = Readings(max(RECENT_S, interval_s))
     try:
@@ -122,7 +122,7 @@ def status(
 
 
 def render(view: View, where: str, columns: int = COLUMNS_WANTED) -> RenderableType:
-    """A view as tables, for a terminal of 80 columns or more. `where`: URL of the metrics page."""
+    """The figures as tables, for at least 80 columns. `where`: URL of the metrics page."""
     head = f"[bold]mooncake[/]  {escape(where)}  up {duration(view.up_s)}"
     is_narrow = columns < COLUMNS_WANTED
     first: RenderableType
@@ -212,9 +212,9 @@ def workers_table(view: View, is_narrow: bool = False) -> Table:
 
 
 def roles(view: View) -> str:
-    """One line of wanted workers and proposed role changes; "" if `role_flips` is off."""
+    """One line with wanted workers and proposed role changes; "" if `role_flips` is off."""
     found = [
-        f"{role} {wanted:.1f} wanted, {view.flips_proposed.get(role, 0)} flips to it proposed"
+        f"{role} {wanted:.1f} wanted, {view.flips_proposed.get(role, 0)} flips to {role} proposed"
         for role, wanted in view.workers_wanted.items()
     ]
     return f"roles: {'; '.join(found)}" if found else ""
@@ -232,7 +232,7 @@ def store_table(view: View) -> Table:
             f"{node.evictions_per_s:.1f}/s",
         )
     if not view.nodes:
-        table.add_row(Text("none; the directory does not answer", "bold red"))
+        table.add_row(Text("none; the directory does not answer, or has no node", "bold red"))
     return table
 
 
@@ -276,7 +276,7 @@ def per_s(span: PeriodView, count: int) -> str:
 
 
 def _table(*columns: str) -> Table:
-    """A table without borders: columns of text are left-aligned, columns of numbers right."""
+    """A table without borders. Text is left-aligned, and numbers are right-aligned."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for index, column in enumerate(columns):
         is_words = index == 0 or column in ("node", "")

@@ -98,7 +98,7 @@ def test_the_view_fits_the_terminal_and_says_what_matters(seen: View, columns: i
         "prompt tokens cached 25% 25%",
         "prefill, 1 live",
         "decode, 0 live",
-        "roles: prefill 2.5 wanted, 3 flips to it proposed",
+        "roles: prefill 2.5 wanted, 3 flips to prefill proposed",
         "prefill_0 s0 4 3 64/256",
         "300/s 10 ms 5%",
         "s0 2.5 MiB 5.0 MiB",
