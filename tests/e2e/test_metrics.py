@@ -68,7 +68,14 @@ def rough(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator
     yield from running(folder, state_dir, parameters, ("--store-bytes", "8M"))
 
 
-@pytest.mark.parametrize("name", CAUSES)
+# The causes that need a limited server of their own take two minutes of computing.
+PARAMS = [
+    pytest.param(name, marks=pytest.mark.long if made.is_rough else ())
+    for name, made in CAUSES.items()
+]
+
+
+@pytest.mark.parametrize("name", PARAMS)
 def test_every_cause_moves_its_metrics(name: str, request: pytest.FixtureRequest) -> None:
     server: Server = request.getfixturevalue("rough" if CAUSES[name].is_rough else "demo")
     wait_until(server.is_idle, "an idle start")

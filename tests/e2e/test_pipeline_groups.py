@@ -25,6 +25,9 @@ from tests.e2e.server import Answer, Server, running, wait_until
 from tests.e2e.server_processes import stub_of
 from tests.e2e.test_pools import directory_address
 
+# Ten processes of Triton; tests/backends/workers/pipeline has such groups in one process.
+pytestmark = pytest.mark.long
+
 B = 64
 LENGTHS = (1, B, 5 * B + 3, 17 * B + 1)  # the last one is three chunks
 OUTPUT_TOKENS = 12
@@ -106,7 +109,6 @@ def test_one_two_and_three_stages_give_the_tokens_of_transformers_from_cache_too
 
 
 # tests/backends/workers/pipeline/ has a stage that leaves and joins again, without servers.
-@pytest.mark.long
 @pytest.mark.parametrize("stage", ["prefill_2", "prefill_1"])
 def test_no_request_is_lost_when_a_stage_is_killed_and_the_group_forms_again(
     server: Server, stage: str
@@ -119,7 +121,6 @@ def test_no_request_is_lost_when_a_stage_is_killed_and_the_group_forms_again(
     wait_until(lambda: serves(server, "prefill_1"), "the group to form again", 90.0)
 
 
-@pytest.mark.long
 def test_no_request_is_lost_when_a_stage_is_frozen_and_it_goes_on_in_the_group(
     server: Server,
 ) -> None:

@@ -33,6 +33,7 @@ def test_a_copied_worker_folder_serves(server: Server) -> None:
     print(f"prefill_2 answered after {time.monotonic() - started_s:.1f} s")
 
 
+@pytest.mark.long
 def test_an_edit_under_load_loses_no_request_and_no_cached_block(server: Server) -> None:
     assert not ask(server, 2).error
     with Load(server) as load:

@@ -25,18 +25,6 @@ COMMON = {
     "one-sided transfers",
 }
 SEEDS_UNTIL_FOUND = 200  # most are found by the first or second
-# Found by a seed far behind the first one.
-FOUND_LATE = {
-    "a_pull_takes_what_lies_in_the_slot",
-    "a_mark_is_written_after_the_payload",
-    "a_put_of_a_block_that_another_is_writing_is_true",
-    "a_block_that_another_owner_is_writing_passes_for_stored",
-    "what_was_read_is_not_verified",
-}
-PLANTED = [
-    pytest.param(plant, marks=pytest.mark.long if plant.__name__ in FOUND_LATE else ())
-    for plant in DEFECTS
-]
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +51,8 @@ def test_the_same_seed_is_the_same_order_of_everything(seed: int) -> None:
     assert (first.digest, first.steps, first.ends) == (second.digest, second.steps, second.ends)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+@pytest.mark.long
+@pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_found(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
     assert any(Simulation(number).run().problem for number in range(1, SEEDS_UNTIL_FOUND + 1))

@@ -68,17 +68,9 @@ def test_the_same_seed_gives_the_same_walk(seed: int) -> None:
     assert first.world.seen == second.world.seen
 
 
-# This walk needs thousands of steps until two owners write one key.
-CAUGHT_LATE = {"a_block_that_another_owner_is_writing_passes_for_stored"}
-PLANTED = [
-    pytest.param(plant, marks=pytest.mark.long if plant.__name__ in CAUGHT_LATE else ())
-    for plant in DEFECTS
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+@pytest.mark.long
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("plant", DEFECTS, ids=lambda plant: plant.__name__)
 def test_a_planted_defect_is_caught(
     plant: Callable[[pytest.MonkeyPatch], None], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
