@@ -2,8 +2,8 @@
 
 Ignoring a keyword would produce answers that do not validate. So every unsupported keyword is
 rejected, also a misspelt one. Annotations and `x-...` keywords (except `x-guidance`) have no effect
-and are accepted. The grammar compiler (guides.py) would accept the following parts, but its answers
-might not validate. So the check here rejects them:
+and are accepted. The grammar compiler (guides.py) would accept the following parts, but the answers
+might not validate. So this check rejects them:
 
 * `minProperties` above both 1 and the number of `required`, as an answer may repeat a property.
 * `multipleOf` of a fraction, as 0.3 / 0.1 is not 3 in a validator's floats.

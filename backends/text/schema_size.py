@@ -139,7 +139,7 @@ class _Sizes:
             yield self._target(schema["$ref"])
 
     def _target(self, reference: str) -> _Size:
-        """The size of a target. It is visited once, but its depth counts on each path to it."""
+        """The size of a target. A target is visited once, but its depth counts on each path."""
         if reference in self._targets:
             self._reach(self._level + self._heights.get(reference, 0), reference)
             return self._targets[reference]

@@ -44,7 +44,7 @@ class StopWords:
         self._children: list[dict[int, int]] = [{}]  # of each state: next byte -> state
         self._fallback = [0]  # of each state: the longest proper suffix that is a state
         self.depth_bytes = [0]  # of each state: length of its prefix
-        self.match_bytes = [0]  # of each state: length of the longest word that ends it; 0: none
+        self.match_bytes = [0]  # of each state: length of the longest word at its end; 0: none
         for word in words:
             assert word, "the frontend rejects empty stop words"
             self._add(word.encode())

@@ -163,7 +163,7 @@ def _settle(
     known = backend.get_added_tokens_decoder()
     decoder = config.get("added_tokens_decoder")
     table = known if decoder is None else _table(decoder)
-    listed = [table[token_id] for token_id in sorted(table)]  # their flags replace the file's
+    listed = [table[token_id] for token_id in sorted(table)]  # their flags replace known flags
     named = _named_tokens(config, {token.content: token for token in listed})
     tokens: list[str | AddedToken] = list(listed)
     contents = {token.content for token in (*known.values(), *listed)}

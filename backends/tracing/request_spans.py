@@ -77,7 +77,7 @@ class AttemptTimes:
     decode: Call | None = None
     decode_reply: DecodeReply | None = None
     ended_s: float | None = None  # None: the attempt ends with the request
-    loss: str = ""  # why it failed (frontend/lifecycle/attempts.py); "": it did not fail
+    loss: str = ""  # kind of failure (frontend/lifecycle/attempts.py); "": it did not fail
     error: str = ""  # the error of a failed attempt
 
 
@@ -86,7 +86,7 @@ class RequestTimeline:
     """The recorded times of one request, in seconds of the monotonic clock."""
 
     arrived_s: float
-    read_s: float | None = None  # when the prompt was tokenised; None: it was not
+    read_s: float | None = None  # when the prompt was tokenised; None: not tokenised
     first_token_s: float | None = None  # None: the request has no token
     ended_s: float = 0.0  # 0: not ended yet
     attributes: dict[str, Attribute] = field(default_factory=dict)

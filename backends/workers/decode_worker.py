@@ -280,7 +280,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
     # -- called by a driver
 
     def join_batch(self, job: DecodeJob) -> bool:
-        """Start decoding a loaded job. False: it leaves or has left. The caller holds the lock."""
+        """Start a loaded job. False: the job leaves or has left. The caller holds the lock."""
         if not self._may_join(job):
             return False
         self.batching.start(job.request_id, len(job.token_ids))
@@ -329,7 +329,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.writer.put_whole(job.put, blocks)
 
     def send_news(self) -> None:
-        """Reply to finished jobs, and send each frontend one message with the new tokens of its
+        """Reply to finished jobs, and send each frontend one message with the new tokens of the
         unfinished jobs. Runs in the thread that called `decoded`."""
         ended, self._ended = self._ended, []
         updates, self._updates = self._updates, defaultdict(list)

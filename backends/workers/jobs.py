@@ -57,7 +57,7 @@ class Job(Generic[R, C]):
     submitted_s: float  # arrival at this worker (monotonic)
     is_loading: bool = False  # True: a loader or grammar thread uses the job, so it must not leave
     is_stopped: bool = False  # True after a Stop message
-    # Grammar matcher after all output tokens so far. None before the KV is loaded, or if not used.
+    # Grammar matcher after all output tokens so far. None before the KV is loaded, or if unused.
     guide: Guide | None = None
     error: Exception | None = None  # the error with which the request fails
     request_id: str = field(init=False)
@@ -201,7 +201,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.queue_s = 0.0  # this and the next two values are for DecodeReply
         self.load_s = 0.0
         self.loaded_early_blocks = 0
-        self.finish_reason = ""  # "": it has not finished
+        self.finish_reason = ""  # "": the job has not finished
         self._block_tokens = block_tokens
         self._seed = chain_seed(fingerprint, cache_salt=request.cache_salt)
         self._keys = block_keys(ids[:-1], block_tokens, self._seed)

@@ -106,8 +106,8 @@ class KvLoader:
         """Read all blocks that are not in their pages. Returns the indices of missing blocks.
 
         A block counts as missing if an earlier read may still write its page, because that read
-        could overwrite verified KV. If there are such blocks, only they are returned, and no block
-        is read.
+        could overwrite verified KV. If any block is missing for this reason, no block is read, and
+        the result has only such blocks.
         """
         late = self.pending_pages()
         gone = [ref.index for ref in refs if arrival.pages[ref.index] in late]

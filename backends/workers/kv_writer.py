@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def object_key(request_id: str, index: int) -> bytes:
-    """The block key of block `index` of a request, if it is stored as an ephemeral object."""
+    """The block key of block `index` of a request, if the block is stored as ephemeral object."""
     return tail_key(f"{request_id}/{index}")
 
 
@@ -208,7 +208,7 @@ class KvWriter:
             for block, slot in zip(by_key, wanted.slots, strict=True):
                 if slot is not None:
                     put.slots[block], put.slot_keys[block] = slot, put.keys[block]
-                elif may_use_objects:  # another request writes it, or the quota is exhausted
+                elif may_use_objects:  # another request writes the block, or the quota is exhausted
                     objects.append(block)
         if objects:
             keys = [object_key(put.request_id, block) for block in objects]

@@ -189,7 +189,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         return True
 
     def _load_prefix(self, job: PrefillJob) -> bool:
-        """As `_bring_prefix`. A job is blocked while another prompt produces its next block."""
+        """As `_bring_prefix`. A blocked job waits for a block that another prompt produces."""
         put = job.put
         found = self._prefixes.find(put.keys, job.request_id)
         with self.lock:
@@ -359,7 +359,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def answer_early(self, job: PrefillJob, token_id: int) -> None:
         """Reply after the writer's queued tasks, but keep the job until `over`.
 
-        Used with engines that hand KV over by themselves. Their KV is stored after the reply.
+        Used with engines that hand KV over by themselves. The store gets the KV after the reply.
         """
         self.writer.then(lambda: job.client.prefilled(token_id, self._reply(job)))
 

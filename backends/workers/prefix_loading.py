@@ -196,8 +196,8 @@ class SingleFlight:
     Otherwise all prompts of a burst with one new prefix would compute or fetch that prefix. The
     first prompt *leads* the blocks that it lacks: it computes or fetches them. A prompt whose next
     missing block has another leader waits until the block is in the store, and then looks its
-    prefix up again. Waiting prompts lead no block, so there is no cyclic wait. Pure; the worker's
-    lock guards it.
+    prefix up again. Waiting prompts lead no block, so there is no cyclic wait. Pure. The worker's
+    lock guards the state.
     """
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class SingleFlight:
         """Make `owner` lead its `missing` blocks. False if another request leads the first one."""
         if missing and self._owner_of.get(missing[0], owner) != owner:
             return False
-        # A later block may have another leader. Then both prompts produce it, which is harmless.
+        # A later block may have another leader. If so, both prompts produce it, which is harmless.
         for key in missing:
             if key not in self._owner_of:
                 self._owner_of[key] = owner

@@ -74,7 +74,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     reserve_tokens: int  # KV tokens for which the decode worker reserves pages
     # Queue order key minus arrival time, in s (conductor/queue_order.py).
     place_s: float = 0.0
-    is_resumed: bool = False  # True after a failed attempt: a full queue does not reject it
+    is_resumed: bool = False  # True after a lost attempt: a full queue accepts the request anyway
     # Source nodes of the fetch: the conductor's choice, then its second choice. A block that these
     # nodes lack or fail to send is fetched from any other node that has it.
     fetch_nodes: list[str] = []
@@ -122,7 +122,7 @@ class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
     trace_id: str = ""  # for the worker's log
     priority: int = 0  # requests of higher priority go first, and may preempt those of lower
     # Limit on the frontend's messages to all its clients, per second; 0: no limit. The worker also
-    # keeps the resulting gaps (`gap_s`), because one message then has the tokens of several steps.
+    # keeps the resulting gaps (`gap_s`), so that a message has the tokens of several steps.
     messages_per_s_max: float = 0.0
 
 
@@ -201,7 +201,7 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first"):
-    """The first token of a computed prompt, before its KV is stored (prefill worker -> frontend).
+    """The first token of a prompt whose KV is not stored yet (prefill worker -> frontend).
 
     Sent only if the token cannot end the output.
     """
@@ -432,7 +432,7 @@ class CallLimits:
         elif int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary_tokens:
             yield f"input_ids must be 0 to {self.vocabulary_tokens - 1}"
         if not 1 <= request.prompt_tokens <= len(ids):
-            yield f"prompt_tokens is {request.prompt_tokens} of {len(ids)} input_ids"
+            yield f"prompt_tokens is {request.prompt_tokens}; use 1 to {len(ids)}"
         yield from request.sampling.problems(
             SamplingLimits(request.prompt_tokens, context, self.vocabulary_tokens)
         )
@@ -440,13 +440,13 @@ class CallLimits:
         if isinstance(request, PrefillRequest):
             inboxes.append(request.decode_inbox)
             if request.fetch_blocks < 0:
-                yield f"fetch_blocks is {request.fetch_blocks}"
+                yield f"fetch_blocks is {request.fetch_blocks}; use 0 or more"
             if request.near_blocks < 0:
-                yield f"near_blocks is {request.near_blocks}"
+                yield f"near_blocks is {request.near_blocks}; use 0 or more"
             if not 0 <= request.reserve_tokens <= context:
                 yield f"reserve_tokens is {request.reserve_tokens}; use 0 to {context}"
         elif request.stream_interval < 0:
-            yield f"stream_interval is {request.stream_interval}"
+            yield f"stream_interval is {request.stream_interval}; use 0 or more"
         for inbox in inboxes:
             if inbox and not inbox.startswith(self.inboxes):
                 yield f"{inbox!r} is not an inbox of this deployment"

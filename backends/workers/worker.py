@@ -64,7 +64,7 @@ class JobWorker(ABC, Generic[J]):
         self.jobs: dict[str, J] = {}
         self.is_closing = False
         self.is_draining = False  # True: an operator drains this worker, which rejects new jobs
-        self.is_changing = False  # True: its role will change, but it still accepts jobs
+        self.is_changing = False  # True: the role will change, but jobs routed here are accepted
         self.on_take_role: Callable[[TakeRole], None] = self._keep_role
         self._queue_requests_max = config.queue_requests_max
         self._is_ready = threading.Event()
@@ -259,7 +259,7 @@ class JobWorker(ABC, Generic[J]):
         return problem
 
     def _may_join(self, job: J) -> bool:
-        """Record that a job is loaded. False: it leaves or has left. The caller holds the lock."""
+        """Record a job as loaded. False: the job leaves or has left. The caller holds the lock."""
         job.is_loading = False
         self.lock.notify_all()
         return not self.has_left(job) and not job.is_leaving

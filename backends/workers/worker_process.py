@@ -241,7 +241,7 @@ class LeaseKeeper:
     """Renews the leases of the worker's requests. `owner`: a request id. Thread-safe.
 
     A restarted directory has lost all leases. If the directory has no lease to renew, `renew_due`
-    looks the blocks up, which leases them again. Otherwise they could be evicted before their use.
+    looks the blocks up, which leases them again. Otherwise a block could be evicted before its use.
     """
 
     def __init__(self, store: WorkerStore, lease_s: float) -> None:

@@ -10,7 +10,7 @@ store client (lasting_parts.py) when it changes between the two. Steps of a chan
                                  DRAIN_S_MAX, unfinished requests resume on other workers
     4. leave and join again      with a new incarnation, in the other role
 
-A call for the other role is rejected (`WrongRole`), and its frontend retries on another worker. If
+A call for the other role is rejected (`WrongRole`), and the frontend retries on another worker. If
 the worker cannot join again, its process exits, and the launcher restarts it in its first role.
 
 Not here: when a change of roles pays (conductor/roles), Triton (triton/worker_model.py).
@@ -64,7 +64,7 @@ class FlippingWorker:
         self.active: ActiveWorker | None = self._made(role)  # None between two roles
 
     def submit(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray, client: Any) -> None:
-        """Submit to the active worker. Raises its errors, and WrongRole if its role is another."""
+        """Submit to the active worker. Raises WrongRole if no worker of the call's role is active."""
         worker: Any = self.active
         role = worker.process.info.role if worker is not None else "changing"
         if role != ("prefill" if isinstance(request, PrefillRequest) else "decode"):
