@@ -64,7 +64,7 @@ class FlippingWorker:
         self.active: ActiveWorker | None = self._made(role)  # None between two roles
 
     def submit(self, request: PrefillRequest | DecodeRequest, ids: np.ndarray, client: Any) -> None:
-        """Submit to the active worker. Raises WrongRole if no worker of the call's role is active."""
+        """Submit to the active worker. Raises WrongRole if no worker of its role is active."""
         worker: Any = self.active
         role = worker.process.info.role if worker is not None else "changing"
         if role != ("prefill" if isinstance(request, PrefillRequest) else "decode"):
