@@ -296,7 +296,7 @@ def _model_value(path: Path, key: str) -> Any:
 
 
 def _template_file(folder: Path) -> dict[str, Any]:
-    """The chat template from its own file, if there is one. It replaces the config's template."""
+    """The chat template from its own file, which replaces the config's; {} if there is no file."""
     path = folder / "chat_template.jinja"
     if path.exists():
         try:

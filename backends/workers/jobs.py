@@ -89,7 +89,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     load_s: float = 0.0  # sum over the loads of the cached prefix
     loading_from_s: float | None = None  # start of the latest load (monotonic)
     computing_from_s: float | None = None  # start of the first chunk (monotonic)
-    compute_s: float = 0.0  # sum over the steps with its chunks
+    compute_s: float = 0.0  # sum over the steps that computed chunks of the prompt
     computed_at_s: float = 0.0  # end of the last chunk (monotonic)
     computed_tokens: int = 0  # tokens computed so far, without the cached ones
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the sampled token, if wanted
@@ -107,7 +107,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
 
     def fail(self, error: Exception) -> None:
         self.error = error
-        self.put.is_ended = True  # write no more of its KV
+        self.put.is_ended = True  # stop writing the request's KV
 
     @property
     def queue_s(self) -> float:

@@ -120,7 +120,7 @@ class KvLoader:
         return [ref.index for ref, is_here in zip(wanted, arrived, strict=True) if not is_here]
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Hook for loaders that keep records of pages; called with released pages."""
+        """Called with released pages. For subclasses that keep records of pages."""
 
     def refuse_late(self, pages: Sequence[int]) -> None:
         """Raise StoreLost if a read past its deadline may still write into these pages.
@@ -146,8 +146,8 @@ class PageGuard:
     """Releases pages to the pool only when no transfer can write them any more.
 
     A transfer past its deadline may still write into its pages later (NIXL cannot revoke access).
-    Such pages wait here until the store reports the end of the transfer. Not thread-safe: the
-    worker's lock guards this object and the page pool.
+    Such pages wait in this object until the store reports the end of the transfer. Not thread-safe:
+    the worker's lock guards this object and the page pool.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class PageGuard:
         self._forget = forget
         self._pending_pages = pending_pages
         self._waiting: list[int] = []  # released pages that a transfer may still write
-        self._leaving: set[int] = set()  # pages of ended requests, before `release`
+        self._leaving: set[int] = set()  # pages of ended requests that are not released yet
 
     def leave(self, pages: Sequence[int]) -> None:
         """Record that the pages' request has ended. The caller calls `release` later, after the
@@ -189,7 +189,7 @@ class PageGuard:
 
     @property
     def held_pages(self) -> int:
-        """Used pages, not counting those of ended requests, which will soon be free."""
+        """Number of used pages without the pages of ended requests, which will soon be free."""
         return self.used_pages - len(self._leaving)
 
     def check(self) -> None:
