@@ -93,7 +93,7 @@ class DurableVerbs:
         self._is_rewriting_in_vain = False  # a rewrite failed, and no verb was written since
         self._writing: LogChange | None = None  # the change that the thread is writing
         self._is_verb = False  # True: _writing is the first waiting verb; False: a rewrite
-        self._asked: SimpleQueue[LogChange | None] = SimpleQueue()
+        self._changes: SimpleQueue[LogChange | None] = SimpleQueue()
         self._outcomes: SimpleQueue[StoreError | None] = SimpleQueue()
         self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
@@ -132,19 +132,19 @@ class DurableVerbs:
             self._write_next(responder, now_s)
 
     def _answer(
-        self, asked: Waiting, error: StoreError | None, responder: Responder[Any], now_s: float
+        self, waiting: Waiting, error: StoreError | None, responder: Responder[Any], now_s: float
     ) -> None:
-        number = asked.later.number
+        number = waiting.later.number
         try:
             if error is not None:
                 raise error
-            reply = responder.answered(number, self._carry_out(asked.verb, now_s))
+            reply = responder.answered(number, self._carry_out(waiting.verb, now_s))
         except StoreError as refused:
             reply = responder.refused(number, refused)
         except Exception as failed:  # Catch all: one verb must not stop the server
             log.exception("a saved verb failed inside the directory")
             reply = responder.refused(number, StoreError(f"bug in the directory: {failed!r}"))
-        asked.later.give(reply)
+        waiting.later.resolve(reply)
 
     def _write_next(self, responder: Responder[Any], now_s: float) -> None:
         """Begin to write the next change of a rewrite. Without a rewrite, begin to write the first
@@ -164,7 +164,7 @@ class DurableVerbs:
                 self._check(verb)
             except StoreError as refused:
                 self._waiting.popleft()
-                later.give(responder.refused(later.number, refused))
+                later.resolve(responder.refused(later.number, refused))
             else:
                 self._write(self._change(verb), is_verb=True)
                 return
@@ -172,7 +172,7 @@ class DurableVerbs:
     def _write(self, change: LogChange, is_verb: bool) -> None:
         assert self._writing is None, "one change at a time"
         self._writing, self._is_verb = change, is_verb
-        self._asked.put(change)
+        self._changes.put(change)
 
     def _change(self, verb: DurableVerb) -> LogChange:
         if isinstance(verb, SetQuota):
@@ -211,7 +211,7 @@ class DurableVerbs:
     # ---- the thread that waits for etcd
 
     def _run(self) -> None:
-        while (change := self._asked.get()) is not None:
+        while (change := self._changes.get()) is not None:
             error: StoreError | None = None
             try:
                 self._journal.write(change)
@@ -230,7 +230,7 @@ class DurableVerbs:
         gone = StoreUnavailable("this directory does not lead any more: find the leader")
         while self._waiting:
             later = self._waiting.popleft().later
-            later.give(responder.refused(later.number, gone))
-        self._asked.put(None)
+            later.resolve(responder.refused(later.number, gone))
+        self._changes.put(None)
         self._thread.join()
         os.close(self.wakeup)

@@ -238,7 +238,7 @@ def access_problem(endpoint: str, error: Exception) -> str:
         return _NO_KEYS_HERE.format(endpoint) if is_refusal else ""
     if cause is not None:
         return refusal_words(f"etcd at {endpoint}", cause)
-    return _NO_KEYS_THERE.format(endpoint) if _speaks_plain(endpoint) else ""
+    return _NO_KEYS_THERE.format(endpoint) if _uses_http(endpoint) else ""
 
 
 _NO_KEYS_HERE = (
@@ -251,7 +251,7 @@ _NO_KEYS_THERE = (
 )
 
 
-def _speaks_plain(endpoint: str) -> bool:
+def _uses_http(endpoint: str) -> bool:
     try:
         with etcd_session() as session:
             plain = endpoint.replace("https://", "http://", 1)

@@ -57,15 +57,15 @@ class EventFeed:
         on_snapshot: Callable[[Snapshot], None],
         on_events: Callable[[Sequence[Event]], None],
         timeout_s: float = 2.0,
-        on_heard: Callable[[float], None] | None = None,
+        on_progress: Callable[[float], None] | None = None,
     ) -> None:
         """`events_address` is ignored if `address` is an election (etcd://...).
 
-        `on_heard`: called several times a second while the feed is current, with a time of
-        boot_clock.py. All events that had arrived at this time are delivered. With `on_heard`,
+        `on_progress`: called several times a second while the feed is current, with a time of
+        boot_clock.py. All events that had arrived at this time are delivered. With `on_progress`,
         snapshots contain no blocks; load them separately (`index_page`).
         """
-        self._on_heard = on_heard
+        self._on_progress = on_progress
         self._on_snapshot = on_snapshot
         self._on_events = on_events
         self._client = DirectoryClient(address, timeout_s)
@@ -76,7 +76,7 @@ class EventFeed:
         self._epoch, self._sequence = -1, 0  # of the last delivered event or snapshot
         self.is_current = False  # whether the directory answers and no event is missing
         self._needs_snapshot = True
-        self._heard_s = self._retry_s = self._look_s = time.monotonic()
+        self._received_s = self._retry_s = self._look_s = time.monotonic()
         self._leader: Leader | None = None  # the leader subscribed to; None without an election
         self._refused, self._refused_until_s = "", float("-inf")
         self._closing = threading.Event()
@@ -91,7 +91,7 @@ class EventFeed:
 
     def silent_s(self) -> float:
         """Seconds since the directory's last message (one a second), or since the feed's start."""
-        return time.monotonic() - self._heard_s
+        return time.monotonic() - self._received_s
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Wait until the feed is current. False after the timeout."""
@@ -114,15 +114,15 @@ class EventFeed:
                 try:
                     self._turn(stream)
                     now_s = boot_s()  # before the poll, after which this process may be stopped
-                    if self._on_heard and self.is_current and not stream.poll(0):
-                        self._on_heard(now_s)
+                    if self._on_progress and self.is_current and not stream.poll(0):
+                        self._on_progress(now_s)
                 except Exception:  # Catch all: a bad message or listener must not stop the feed
                     log.exception("event feed: will take a snapshot")
                     self._lost(time.monotonic() + RETRY_S)
 
     def _turn(self, stream: zmq.Socket[bytes]) -> None:
         now_s = time.monotonic()
-        if now_s - self._heard_s > SILENCE_S_MAX and not self._needs_snapshot:
+        if now_s - self._received_s > SILENCE_S_MAX and not self._needs_snapshot:
             log.warning(
                 "event feed: no message from %s for %.1f s", self.events_address, SILENCE_S_MAX
             )
@@ -130,10 +130,10 @@ class EventFeed:
         if self._is_replaced(now_s):
             log.info("event feed: another directory leads than %s", self.events_address)
             self._lost(now_s)
-        if self._needs_snapshot and now_s >= self._retry_s and self._is_aimed(stream):
+        if self._needs_snapshot and now_s >= self._retry_s and self._subscribe_to_leader(stream):
             self._take_snapshot()
         if stream.poll(int(POLL_S * 1000)):
-            self._heard_s = time.monotonic()
+            self._received_s = time.monotonic()
             self._receive(stream.recv_multipart())
         elif self._access.monitor is not None and now_s >= self._refused_until_s:
             self._look_for_refusal(stream)
@@ -160,7 +160,7 @@ class EventFeed:
         is not queried."""
         if self._leader is None or self._needs_snapshot or now_s < self._look_s:
             return False
-        if now_s - self._heard_s < LOOK_S:
+        if now_s - self._received_s < LOOK_S:
             return False
         self._look_s = now_s + LOOK_AGAIN_S
         try:
@@ -168,7 +168,7 @@ class EventFeed:
         except StoreError:
             return False  # no directory leads yet
 
-    def _is_aimed(self, stream: zmq.Socket[bytes]) -> bool:
+    def _subscribe_to_leader(self, stream: zmq.Socket[bytes]) -> bool:
         """Subscribe to the current leader, if directories are elected. False: there is none."""
         if not self._client.is_elected:
             return True
@@ -208,13 +208,13 @@ class EventFeed:
 
     def _take_snapshot(self) -> None:
         try:
-            snapshot = self._client.snapshot(with_blocks=self._on_heard is None)
+            snapshot = self._client.snapshot(with_blocks=self._on_progress is None)
         except StoreError as error:
             log.debug("event feed: no snapshot: %s", error)
             self._retry_s = time.monotonic() + RETRY_S
             return
         self._on_snapshot(snapshot)
-        self._heard_s = time.monotonic()
+        self._received_s = time.monotonic()
         self._needs_snapshot = False
         self._moved(snapshot.epoch, snapshot.sequence)
 

@@ -81,7 +81,7 @@ class IndexWriter:
         else:
             return
         log.info("node_id=%s writes %s", self._info.node_id, self._info.index_path)
-        self._feed = EventFeed(*self._addresses, self._begin, self._apply, on_heard=self._heard)
+        self._feed = EventFeed(*self._addresses, self._begin, self._apply, on_progress=self._stamp)
 
     # ---- in the feed's thread
 
@@ -110,7 +110,7 @@ class IndexWriter:
             is_local = self._hosts.get(copy.node_id) == self._info.host_id
             self._table.put(key, copy, is_local)
 
-    def _heard(self, by_s: float) -> None:
+    def _stamp(self, by_s: float) -> None:
         """All events received by `by_s` (boot_clock.py) are applied: stamp, and load a page."""
         table, feed = self._table, self._feed
         if table is None or feed is None or feed.silent_s() > SILENT_S_MAX:
@@ -129,8 +129,8 @@ class IndexWriter:
         for key, copies in page:
             for copy in copies:
                 self._put(key, copy)
-        is_over = is_last or first + PAGE_BLOCKS >= table.capacity
-        self._next_page = None if is_over else first + PAGE_BLOCKS
+        is_complete = is_last or first + PAGE_BLOCKS >= table.capacity
+        self._next_page = None if is_complete else first + PAGE_BLOCKS
 
     # ----
 

@@ -240,7 +240,7 @@ class KeyPages:
         if not pages:
             return 0
         at = self._next if self._next < len(pages) else 0
-        asked = len(pages[at])
+        length = len(pages[at])
         kept = keep(pages[at])
         if at and len(pages[at - 1]) + len(kept) <= PAGE_KEYS:
             pages[at - 1] += kept
@@ -251,7 +251,7 @@ class KeyPages:
         else:
             del pages[at]
         self._next = at
-        return asked
+        return length
 
     def check(self) -> None:
         assert all(0 < len(page) <= PAGE_KEYS for page in self._pages), "a page has a wrong length"
@@ -275,7 +275,7 @@ class PrefixIndex:
         self._get = self._bitmaps.get
         self._pages = KeyPages()  # the keys of _bitmaps, by age
         self._empty = 0  # keys with bitmap 0
-        self._owed = 0  # keys still to sweep, see _sweep_after
+        self._keys_to_sweep = 0  # keys still to sweep, see _sweep_after
 
     def __len__(self) -> int:
         """The number of keys with holders. A key with only dropped holders counts until swept."""
@@ -431,12 +431,12 @@ class PrefixIndex:
         """Sweep a few keys per change, so that no change waits for a whole sweep."""
         is_dirty = self._empty * EMPTY_SHARE_MAX > len(self._bitmaps)
         if not (is_dirty or self._holders.dropped or self._cleared):
-            self._owed = 0
+            self._keys_to_sweep = 0
             return
-        self._owed += changes * SWEPT_PER_CHANGE
-        if self._owed >= min(PAGE_KEYS, len(self._bitmaps)):
-            self.sweep(self._owed)
-            self._owed = 0
+        self._keys_to_sweep += changes * SWEPT_PER_CHANGE
+        if self._keys_to_sweep >= min(PAGE_KEYS, len(self._bitmaps)):
+            self.sweep(self._keys_to_sweep)
+            self._keys_to_sweep = 0
 
     def _free_a_page(self) -> int:
         bitmaps, pages = self._cleared[-1]

@@ -160,7 +160,7 @@ class Outbox(Generic[M]):
         self._encode = encode
         self._secret = secret
         self._messages_max = messages_max
-        self._ways: dict[str, _Way] = {}
+        self._sockets: dict[str, _InboxSocket] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         look_after(self)
@@ -174,50 +174,50 @@ class Outbox(Generic[M]):
         with self._lock:
             if self._is_closed:
                 return True  # after close() no caller depends on delivery
-            way = self._ways.get(address) or self._opened(address)
-            if way.access.monitor is not None:
-                if way.is_refused():
+            inbox = self._sockets.get(address) or self._opened(address)
+            if inbox.access.monitor is not None:
+                if inbox.is_refused():
                     return False
-                if way.must_redial:
-                    way = self._opened(address)
-            way.used_s = time.monotonic()
+                if inbox.must_redial:
+                    inbox = self._opened(address)
+            inbox.used_s = time.monotonic()
             try:
                 if attachment is None:
-                    way.socket.send(data, flags=zmq.NOBLOCK)
+                    inbox.socket.send(data, flags=zmq.NOBLOCK)
                 else:
-                    way.socket.send_multipart([data, attachment], zmq.NOBLOCK, copy=False)
+                    inbox.socket.send_multipart([data, attachment], zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return False
         return True
 
-    def _opened(self, address: str) -> _Way:
+    def _opened(self, address: str) -> _InboxSocket:
         """Open a new socket to this inbox, and close idle sockets. A restarted process has another
         inbox, and ZeroMQ would retry to reach its earlier inbox without end."""
-        if address in self._ways:
-            self._ways.pop(address).close()
+        if address in self._sockets:
+            self._sockets.pop(address).close()
         idle_s = time.monotonic() - OUTBOX_IDLE_S
-        for other in [each for each, way in self._ways.items() if way.used_s <= idle_s]:
-            self._ways.pop(other).close(linger_ms=round(CLOSE_S_MAX * 1e3))
-        if len(self._ways) >= OUTBOX_SOCKETS_MAX:
-            self._ways.pop(next(iter(self._ways))).close()
-        way = self._ways[address] = _Way(address, self._messages_max)
-        return way
+        for other in [each for each, inbox in self._sockets.items() if inbox.used_s <= idle_s]:
+            self._sockets.pop(other).close(linger_ms=round(CLOSE_S_MAX * 1e3))
+        if len(self._sockets) >= OUTBOX_SOCKETS_MAX:
+            self._sockets.pop(next(iter(self._sockets))).close()
+        inbox = self._sockets[address] = _InboxSocket(address, self._messages_max)
+        return inbox
 
     def look_after_idle(self) -> None:
         """Drop sockets to inboxes that reject this process; see idle_look.py."""
         with self._lock:
-            for address in [each for each, way in self._ways.items() if way.access.is_lost()]:
-                self._ways.pop(address).close()
+            for address in [one for one, inbox in self._sockets.items() if inbox.access.is_lost()]:
+                self._sockets.pop(address).close()
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            for way in self._ways.values():
-                way.close(linger_ms=200)
-            self._ways.clear()
+            for inbox in self._sockets.values():
+                inbox.close(linger_ms=200)
+            self._sockets.clear()
 
 
-class _Way:
+class _InboxSocket:
     def __init__(self, address: str, messages_max: int) -> None:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self.socket.set_hwm(messages_max)

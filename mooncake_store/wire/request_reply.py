@@ -70,15 +70,15 @@ class Later:
 
     def __init__(self) -> None:
         self.number = 0  # of the request; set by the Responder
-        self._give: Callable[[list[bytes]], None] | None = None
+        self._on_reply: Callable[[list[bytes]], None] | None = None
 
-    def then(self, give: Callable[[list[bytes]], None]) -> None:
+    def then(self, on_reply: Callable[[list[bytes]], None]) -> None:
         """Set the function that receives the reply's frames."""
-        self._give = give
+        self._on_reply = on_reply
 
-    def give(self, reply: list[bytes]) -> None:
-        assert self._give is not None, "no receiver was set"
-        self._give(reply)
+    def resolve(self, reply: list[bytes]) -> None:
+        assert self._on_reply is not None, "no receiver was set"
+        self._on_reply(reply)
 
 
 class Responder(Generic[R]):
@@ -210,8 +210,8 @@ class ZeroMqConnection:
             self.send(frames)
             while (left_s := deadline_s - time.monotonic()) > 0:
                 step_s = min(left_s, MOVED_CHECK_S) if self._has_moved else left_s
-                has_come, has_changed = self._poll(math.ceil(step_s * 1000))
-                if has_come:
+                has_message, has_changed = self._poll(math.ceil(step_s * 1000))
+                if has_message:
                     reply = self._socket.recv_multipart()
                     if number_of(reply[0]) == number:
                         return reply
@@ -279,7 +279,7 @@ class Requester:
                 request, timeout_s, "other threads used the connection until the deadline"
             )
         try:
-            connection, number = self._drawn()
+            connection, number = self._take_connection()
             frames = [pack_header(MessageKind.REQUEST, number), body]
             reply = None
             try:
@@ -299,7 +299,7 @@ class Requester:
         if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
             return
         try:
-            connection, number = self._drawn()
+            connection, number = self._take_connection()
             frames = [pack_header(MessageKind.REQUEST, number), msgspec.msgpack.encode(request)]
             connection.send(frames)
             self._give_back(connection, is_usable=True)
@@ -332,7 +332,7 @@ class Requester:
             self.disconnect()
             self._context.term()  # wakes requests in progress, whose connections close then
 
-    def _drawn(self) -> tuple[Connection, int]:
+    def _take_connection(self) -> tuple[Connection, int]:
         with self._lock:
             if self._is_closed:
                 raise StoreUnavailable(f"this client of {self._who} is closed")

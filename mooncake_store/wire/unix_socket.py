@@ -59,7 +59,7 @@ class _Client:
         self.incoming += data
         return bool(data)
 
-    def give(self, reply: list[bytes]) -> None:
+    def send_reply(self, reply: list[bytes]) -> None:
         """Send a reply that was not ready at once (Later); lost if the client is gone."""
         self.outgoing += to_stream(reply)
         with contextlib.suppress(OSError):
@@ -137,7 +137,7 @@ class UnixListener:
             while (frames := from_stream(client.incoming, REQUEST_BYTES_MAX)) is not None:
                 reply = self._reply(frames)
                 if isinstance(reply, Later):
-                    reply.then(client.give)
+                    reply.then(client.send_reply)
                 else:
                     client.outgoing += to_stream(reply)
             client.send()

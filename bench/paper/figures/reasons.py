@@ -105,7 +105,7 @@ WHY_APART: Mapping[str, str] = {
         "The report's trace is not published whole, so rates differ; the order of LRU, LFU "
         "and length-aware is what can be compared. On the synthetic trace with 30,000 blocks "
         "ours finds 62.42 % and LFU 62.60 %: density is least recently used until three uses "
-        "for each block were seen (WAIT), three quarters of that trace. With AGAIN_WEIGHT from "
+        "for each block were seen (WARMUP_USES), three quarters of it. With AGAIN_WEIGHT from "
         "the first use on it finds 62.60 % there, and elsewhere up to 0.24 points more and 0.07 "
         "less; but on 8 prefill nodes with the conversation trace 0.3 to 0.5 points less (34.9 "
         "for 35.3 % of the tokens), so it stays as it is."

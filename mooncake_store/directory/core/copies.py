@@ -114,7 +114,7 @@ class CopyTable:
         self,
         holder: Holder,
         keys: Sequence[bytes],
-        there: Sequence[HeldCopy | None],
+        present: Sequence[HeldCopy | None],
         owner: str,
         size_bytes: int,
         kind: CopyKind,
@@ -122,7 +122,7 @@ class CopyTable:
         until_s: float,
         tenant: str,
     ) -> list[Slot | None]:
-        """A leased slot for each key that is not being written and has no copy in `there` (the
+        """A leased slot for each key that is not being written and has no copy in `present` (the
         holder's copy per key, or None); None for the other keys. The result ends before the first
         key without room. `first`: position of keys[0] among the blocks of the owner's prompt.
         QuotaExceeded: the tenant has no room for keys[0]."""
@@ -131,7 +131,7 @@ class CopyTable:
         if not is_limited:
             new = [
                 key
-                for key, held in zip(keys, there, strict=True)
+                for key, held in zip(keys, present, strict=True)
                 if held is None and key not in writing
             ]
             if len(new) > 1:
@@ -150,7 +150,7 @@ class CopyTable:
         if is_limited and not tenant and kind is not CopyKind.EPHEMERAL:
             payers = {key: self.payer(key) for key in keys}
         slots: list[Slot | None] = []
-        for depth, (key, held) in enumerate(zip(keys, there, strict=True), first):
+        for depth, (key, held) in enumerate(zip(keys, present, strict=True), first):
             copy = made.pop(key, None)
             if is_limited and held is None and key not in writing:
                 # One key at a time: each may first need an eviction of the tenant's own blocks.

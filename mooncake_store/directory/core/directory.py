@@ -156,12 +156,12 @@ class Directory:
             return Allocation((None,) * len(keys), 0)
         until_s = table.leases.deadline_s(now_s, lease_s)
         first = table.leases.next_depth(owner)
-        there = table.blocks.all_on(keys, holder)
-        ready = [(i, copy) for i, copy in enumerate(there, first) if copy is not None]
+        present = table.blocks.all_on(keys, holder)
+        ready = [(i, copy) for i, copy in enumerate(present, first) if copy is not None]
         if ready:
             table.leases.hold(owner, ready, until_s)
         kind = CopyKind.EPHEMERAL if ephemeral else CopyKind.COMMITTED
-        slots = table.grant(holder, keys, there, owner, size_bytes, kind, first, until_s, tenant)
+        slots = table.grant(holder, keys, present, owner, size_bytes, kind, first, until_s, tenant)
         covered = len(slots)
         late = holder.pool.late(slots, holder.pool.units_for(size_bytes), now_s)
         slots += [None] * (len(keys) - covered)
@@ -343,11 +343,11 @@ class Directory:
         gone = []
         for key in keys:
             copies = copies_of(self._copies.blocks.held.get(key))
-            meant = [copy for copy in copies if node_id in ("", copy.node_id)]
-            free = [copy for copy in meant if copy.leases == 0]
+            chosen = [copy for copy in copies if node_id in ("", copy.node_id)]
+            free = [copy for copy in chosen if copy.leases == 0]
             for copy in free:
                 self._copies.remove(copy)
-            gone.append(len(free) == len(meant))
+            gone.append(len(free) == len(chosen))
         return gone
 
     # ---- leases

@@ -409,7 +409,7 @@ class Holder:
         """Assert the invariants; `copies` are this holder's ready copies, from the index."""
         self.pool.check()
         self.columns.check()
-        ahead = [copy for copy, _ in self.reserved.values()]
+        reserved = [copy for copy, _ in self.reserved.values()]
         every = [*copies, *self.unready()]
         assert len({copy.slot for copy in every}) == len(every), "two copies in one slot"
         assert len({copy.row for copy in every}) == len(every) == len(self.columns)
@@ -421,7 +421,7 @@ class Holder:
             copy.size_bytes for copy in every if copy.kind is not CopyKind.RESERVED
         )
         assert all(copy.generation == number for number, (copy, _) in self.reserved.items())
-        assert all(copy.kind is CopyKind.RESERVED and copy.leases == 1 for copy in ahead)
+        assert all(copy.kind is CopyKind.RESERVED and copy.leases == 1 for copy in reserved)
         by_owner: dict[str, int] = {}
         for copy, owner in self.reserved.values():
             by_owner[owner] = by_owner.get(owner, 0) + copy.size_class.units

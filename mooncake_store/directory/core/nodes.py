@@ -158,8 +158,8 @@ class NodeTable:
             if share <= 0.0:
                 continue
             digest = blake2b(key + node_id.encode(), digest_size=8).digest()
-            chance = (int.from_bytes(digest, "little") + 1) / 2**64  # (0, 1]
-            score = chance ** (1.0 / share)
+            uniform = (int.from_bytes(digest, "little") + 1) / 2**64  # (0, 1]
+            score = uniform ** (1.0 / share)
             if score > best_score:
                 best, best_score = node_id, score
         return best

@@ -190,8 +190,8 @@ class SlotPool:
         index = bisect_right(self._starts, slot) - 1
         left = self._slabs[self._starts[index]] if index >= 0 else None
         is_neighbour = left and left.units == units and left.start + left.slots * units == slot
-        has_place = left and (left.slots + 1) * units <= self._slab_units(units)
-        if left and is_neighbour and has_place and left.fresh == left.slots:
+        is_below_limit = left and (left.slots + 1) * units <= self._slab_units(units)
+        if left and is_neighbour and is_below_limit and left.fresh == left.slots:
             left.slots, left.fresh, left.used = left.slots + 1, left.fresh + 1, left.used + 1
         else:
             self._add_slab(Slab(slot, 1, units, fresh=1, used=1))

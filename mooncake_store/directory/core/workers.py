@@ -57,7 +57,7 @@ class WorkerTable:
             "transfer_latency_s": info.transfer_latency_s.values(),
             "pipeline_hop_s": (info.pipeline_hop_s,),
         }
-        _refuse_no_numbers(info.worker_id, measured)
+        _refuse_non_finite(info.worker_id, measured)
         if not 0 <= info.load_beside_share < 1:
             raise RequestInvalid(
                 f"worker {info.worker_id}: load_beside_share is {info.load_beside_share}; it is a "
@@ -79,7 +79,7 @@ class WorkerTable:
         if worker is None:
             return []
         took_s = {"step_s": (report.step_s,), "oldest_step_s": (report.oldest_step_s,)}
-        _refuse_no_numbers(report.worker_id, took_s)
+        _refuse_non_finite(report.worker_id, took_s)
         worker.seen_s, worker.report = now_s, report
         return [WorkerReported(report)]
 
@@ -115,7 +115,7 @@ class WorkerTable:
             assert report is None or report.incarnation == incarnation
 
 
-def _refuse_no_numbers(worker_id: str, measured: Mapping[str, Collection[float]]) -> None:
+def _refuse_non_finite(worker_id: str, measured: Mapping[str, Collection[float]]) -> None:
     """Reject measurements that are not finite, because frontends compare workers by them."""
     for name, values in measured.items():
         if not all(map(math.isfinite, values)):

@@ -84,7 +84,7 @@ def ends(step: Callable[[], object]) -> bool:
 def idle_requester(refuser: Refuser) -> Requester:
     """One that keeps a connection for the next request."""
     asked = Requester("it", "?", lambda context: ZeroMqConnection(context, refuser.address))
-    connection, _ = asked._drawn()
+    connection, _ = asked._take_connection()
     asked._give_back(connection, is_usable=True)
     return asked
 
@@ -112,7 +112,7 @@ def test_a_refused_way_silences_no_inbox_and_no_other_way_of_the_process(refuser
     assert outbox.send(inbox.address, 7)
     assert came.get(timeout=PATIENCE_S) == [7]
     outbox.look_after_idle()
-    assert list(outbox._ways) == [inbox.address]
+    assert list(outbox._sockets) == [inbox.address]
     assert ends(outbox.close)
     inbox.close()
 
@@ -122,7 +122,7 @@ def test_a_connection_that_works_is_kept_however_often_one_looks(hosts: Hosts) -
     with zmq.Context() as context:
         server, address = request_reply.listening(context, zmq.ROUTER, ANY_PORT)
         asked = Requester("it", "?", lambda made: ZeroMqConnection(made, address))
-        connection, number = asked._drawn()
+        connection, number = asked._take_connection()
         connection.send([pack_header(MessageKind.REQUEST, number), b""])
         assert server.poll(PATIENCE_S * 1e3)
         asked._give_back(connection, is_usable=True)

@@ -173,7 +173,7 @@ def test_an_outbox_forgets_its_oldest_peer_when_it_writes_to_too_many(
         for inbox, came in made:
             outbox.send(inbox.address, number)
             assert taken(came, 1) == [number]
-    assert len(outbox._ways) == 2
+    assert len(outbox._sockets) == 2
     outbox.close()
 
 
@@ -226,11 +226,11 @@ def test_an_outbox_keeps_its_way_to_a_peer_that_it_writes_to(
     for number in range(5):
         assert outbox.send(busy.address, number)
         clock.now_s += mailbox.OUTBOX_IDLE_S / 4
-    assert {*outbox._ways} == {busy.address, quiet.address}, "no new peer, so no way is closed"
-    way = outbox._ways[busy.address]
+    assert {*outbox._sockets} == {busy.address, quiet.address}, "closed, although no peer is new"
+    kept = outbox._sockets[busy.address]
     inbox, came = open_inbox()
     outbox.send(inbox.address, 8)
-    assert {*outbox._ways} == {busy.address, inbox.address} and outbox._ways[busy.address] is way
+    assert {*outbox._sockets} == {busy.address, inbox.address} and kept in outbox._sockets.values()
     outbox.send(quiet.address, 9)
     assert taken(busy_came, 5) == [*range(5)] and taken(came, 1) == [8]
     assert taken(quiet_came, 1) == [9]

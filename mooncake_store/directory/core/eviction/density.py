@@ -54,10 +54,10 @@ LOG_WIDTH = log(2) / PER_OCTAVE
 AGAIN_WEIGHT = 1.5  # correction 2 of ReuseTimes
 EVIDENCE_BLOCKS = 20  # correction 1 of ReuseTimes
 SAMPLE_MAX = 16_384  # most sampled blocks, but at least 1 in 256 blocks is sampled
-MEMORY = 8  # uses, per block of the cache, for which an unused block stays in the sample
-WAIT = 3  # uses, per block of the cache, before measured values are used
-KEPT_PER_LESSON = 0.9  # factor on all counts at each call of learn
-LESSON_USES_MIN = 1_000  # uses between two calls of learn, at least
+SAMPLE_AGE_MAX = 8  # uses, per block of the cache, for which an unused block stays in the sample
+WARMUP_USES = 3  # uses, per block of the cache, before measured values are used
+DECAY_PER_UPDATE = 0.9  # factor on all counts at each call of learn
+UPDATE_USES_MIN = 1_000  # uses between two calls of learn, at least
 # Before any measurement: the value falls with age for both kinds, which is LRU.
 NOTHING_KNOWN: list[list[float]] = [[2.0 ** (-b / PER_OCTAVE) for b in range(BUCKETS)]] * 2
 
@@ -170,8 +170,8 @@ class ReuseTimes:
        which LRU is optimal.
     2. A block used again is worth at least AGAIN_WEIGHT times a block of the same age used once.
        No trace had a lower ratio, so a sample with a lower ratio is too small.
-    3. The order is LRU until the cache has seen WAIT uses per block. Earlier, long times without a
-       use cannot be observed.
+    3. The order is LRU until the cache has seen WARMUP_USES uses per block. Earlier, long times
+       without a use cannot be observed.
 
     The last byte of a block key selects the sample, so block keys must be hashes. Other keys may
     give no sample; then only the prior and the weight decide. The same uses give the same values.
@@ -182,7 +182,7 @@ class ReuseTimes:
         # By kind and age bucket: blocks used again; blocks that left the sample unused.
         self._returned = [[0.0] * BUCKETS, [0.0] * BUCKETS]
         self._lost = [[0.0] * BUCKETS, [0.0] * BUCKETS]
-        self.next_lesson = LESSON_USES_MIN  # the clock at which the owner should call `learn`
+        self.next_update = UPDATE_USES_MIN  # the clock at which the owner should call `learn`
         self.sampled = 256  # a key is in the sample if its last byte is lower
         self.value = NOTHING_KNOWN
 
@@ -200,8 +200,8 @@ class ReuseTimes:
 
     def learn(self, clock: int, blocks: int) -> None:
         """Compute the values from the counts so far, for a cache of `blocks` blocks."""
-        self.next_lesson = clock + max(LESSON_USES_MIN, blocks // 2)
-        self._lose(clock - MEMORY * blocks, clock)
+        self.next_update = clock + max(UPDATE_USES_MIN, blocks // 2)
+        self._lose(clock - SAMPLE_AGE_MAX * blocks, clock)
         while len(self._seen) > SAMPLE_MAX and self.sampled > 1:
             self.sampled //= 2
             self._seen = {key: at for key, at in self._seen.items() if key[-1] < self.sampled}
@@ -213,10 +213,10 @@ class ReuseTimes:
         ]
         pairs = zip(values[ONCE], values[AGAIN], strict=True)
         values[AGAIN] = [max(again, AGAIN_WEIGHT * once) for once, again in pairs]
-        if clock >= WAIT * blocks:
+        if clock >= WARMUP_USES * blocks:
             self.value = values
         for counts in (*self._returned, *self._lost):
-            counts[:] = [KEPT_PER_LESSON * count for count in counts]
+            counts[:] = [DECAY_PER_UPDATE * count for count in counts]
 
     def _by_age(self, clock: int) -> list[list[float]]:
         """The number of sampled blocks per kind and age bucket, vectorised over the sample."""
@@ -262,15 +262,15 @@ def values_of(returned: list[float], not_yet: list[float]) -> list[float]:
         / ((at_risk[b] + EVIDENCE_BLOCKS) * WIDTHS[b])
         for b in range(BUCKETS)
     ]
-    chances = [1 - exp(-hazard * width) for hazard, width in zip(hazards, WIDTHS, strict=True)]
-    times = [chance / hazard for chance, hazard in zip(chances, hazards, strict=True)]
+    p_use = [1 - exp(-hazard * width) for hazard, width in zip(hazards, WIDTHS, strict=True)]
+    times = [p / hazard for p, hazard in zip(p_use, hazards, strict=True)]
     values = []
     for b in range(BUCKETS):
         left, hits, kept, best = 1.0, 0.0, 0.0, 0.0
         for later in range(b, BUCKETS):
-            hits += left * chances[later]
+            hits += left * p_use[later]
             kept += left * times[later]  # the mean time spent in this bucket
-            left *= 1 - chances[later]
+            left *= 1 - p_use[later]
             if hits > best * kept:
                 best = hits / kept
         values.append(best)
@@ -411,7 +411,7 @@ class Density:
         self._stamp = self._clock
         self._renew_at = self._clock + max(STAMP_USES_MIN, blocks >> STAMP_SHIFT)
         self._same_use = max(1, blocks >> SAME_USE_SHIFT)
-        if self._clock >= self._reuse.next_lesson:
+        if self._clock >= self._reuse.next_update:
             self._reuse.learn(self._clock, blocks)
             if self._ghosts.table_bytes:
                 self._ghosts.resize(GHOSTS_PER_BLOCK * blocks)

@@ -298,7 +298,7 @@ def test_a_block_used_again_is_never_worth_less_than_its_weight(seed: int) -> No
     keys = names(rng, 3_000)
     for clock in range(1, 40_001):
         reuse.used(rng.choice(keys) if rng.random() < 0.3 else rng.randbytes(16), clock, 1)
-        if clock >= reuse.next_lesson:
+        if clock >= reuse.next_update:
             reuse.learn(clock, 500)
             reuse.check()
     assert reuse.value is not NOTHING_KNOWN
@@ -313,7 +313,7 @@ def test_no_more_names_are_watched_than_the_sample_allows(seed: int) -> None:
         key = rng.randbytes(16)
         if key[-1] < reuse.sampled:
             reuse.used(key, clock, 1)
-        if clock >= reuse.next_lesson:
+        if clock >= reuse.next_update:
             reuse.learn(clock, 30_000)
     reuse.learn(clock, 30_000)
     reuse.check()
