@@ -119,7 +119,7 @@ class PipelinePrefill(StagePrefill):
         """Fail all requests, so that they resume on other workers. The caller holds the lock."""
         worker = self._worker
         name = f"{worker.process.worker_id}: pipeline group {self.config.pipeline_group}"
-        log.warning("%s: %s; %d requests resume on others", name, reason, len(worker.jobs))
+        log.warning("%s: %s; %d requests resume on other workers", name, reason, len(worker.jobs))
         in_flight = self._window.requests()
         for job in list(worker.jobs.values()):
             kind = WorkerUnavailable if job.request_id in in_flight else WorkerGone
