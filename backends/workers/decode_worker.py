@@ -134,7 +134,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         if given != due:
             self._refuse_arrival(request.request_id)
             raise KvMissing(
-                f"blocks {given[:8]} ({len(given)} in all) were sent; the first {len(due)} are needed"
+                f"blocks {given[:8]} ({len(given)} in all) were sent; the first {len(due)} are due"
             )
 
     def _check_again(self, request: DecodeRequest, tokens: int) -> None:
