@@ -141,12 +141,11 @@ _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
 
 
 def _matrix(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """An array with one row per token, of the row's likeliest tokens. Either dimension may be 0."""
+    """An array with one row per token and one column per likeliest token; may be 0 in size."""
     return np.array(rows, dtype).reshape(len(rows), len(rows[0]) if rows else 0)
 
 
 def outputs(message: Send, prompt_tokens: int, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """The tensors of one response."""
     return {name: _VALUES[name](message, prompt_tokens) for name in names}
 
 

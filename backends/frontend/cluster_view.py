@@ -53,10 +53,10 @@ PAIRS_EXPLAINED_MAX = 512  # with more pairs, status pages list none; 512 hold t
 HOT_PREFIXES_MAX = 8  # hot prefixes on status pages
 COPIES_WAITING_MAX = 16  # waiting suggestions of copies
 COPY_S_MAX = 5.0  # timeout of one copy, in seconds
-# The directory sends at least one message a second. If it is silent for longer than the first time
-# (a new one is elected), the workers' report deadlines are extended, up to the second time.
+# The directory sends at least one message a second. While it is silent for longer than the first
+# and less than the second of these times, each tick extends the workers' report deadlines.
 DIRECTORY_SILENT_S, DIRECTORY_SILENT_S_MAX = 1.5, 10.0
-# A known worker that is missing in a snapshot is lost after this time (as by worker_ttl_s).
+# A worker that a snapshot lacks is lost after this time in seconds, the default of worker_ttl_s.
 MISSING_S_MAX = 5.0
 
 
@@ -97,7 +97,7 @@ class ClusterView:
         self._ticker.start()
 
     def served(self) -> Served | None:
-        """None without workers."""
+        """The served model; None without workers."""
         with self._lock:
             workers = list(self._workers.values())
         if not workers:
@@ -192,7 +192,7 @@ class ClusterView:
         self._latest.prefilled(request_id, cached_tokens, seconds, now_s)
 
     def finished(self, request_id: str, output_tokens: int | None = None) -> None:
-        """End an attempt. `output_tokens`: length of a complete answer, for predictions."""
+        """End an attempt. `output_tokens`: length of a complete answer; else None."""
         with self._lock:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
@@ -222,7 +222,6 @@ class ClusterView:
             self._conductor.on_worker_failed(worker_id, incarnation, time.monotonic())
 
     def worker_reached(self, worker_id: str, incarnation: str, is_reached: bool) -> None:
-        """Notify the Conductor whether this frontend can reach the worker."""
         with self._lock:
             now_s = time.monotonic()
             self._conductor.on_worker_reached(worker_id, incarnation, is_reached, now_s)
@@ -246,7 +245,7 @@ class ClusterView:
             return self._conductor.take_notes(time.monotonic(), count_max, is_last)
 
     def reading(self) -> ClusterReading:
-        """For status pages: workers, hot prefixes, the latest decisions."""
+        """Workers, hot prefixes and the latest decisions, for status pages."""
         served, now_s = self.served(), time.monotonic()
         with self._lock:
             workers = self._conductor.status(now_s)

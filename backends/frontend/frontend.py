@@ -45,7 +45,7 @@ from conductor.messages import RoleFlip
 
 log = logging.getLogger(__name__)
 FAIL_S_MAX = 2.0  # longest wait in `close` for the end of requests that `close` failed, in seconds
-# Makes the answer to a call with the parameter `describe`: request parameters -> facts.
+# Answers a call whose parameter `describe` has a certain value: request parameters -> facts.
 Verb = Callable[[dict[str, Any]], dict[str, object]]
 
 
@@ -141,7 +141,7 @@ class Frontend:
         return found and Overloaded(found.kind, found.reason, found.retry_after_s)
 
     def _answer(self, verb: Verb, parameters: dict[str, Any], client: ReplyStream) -> None:
-        """Answer a call with the parameter `describe`. The call does not count as a request."""
+        """Answer a call whose parameter `describe` is in `_verbs`. It counts as no request."""
         try:
             client.send(described(verb(parameters), client.outputs), is_final=True)
         except Exception as error:  # Catch all: the pool would drop the exception

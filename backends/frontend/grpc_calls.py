@@ -40,7 +40,7 @@ from backends.workers.protocol import (
 from conductor.messages import WorkerRef
 
 LOOPBACK = "127."
-CONNECTIONS = 4  # per Triton, which serves each HTTP/2 connection with one thread
+CONNECTIONS = 4  # to each Triton, because Triton serves each HTTP/2 connection with one thread
 PROBE_S_MAX = 2.0  # timeout of a probe
 OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels share one connection
@@ -88,12 +88,12 @@ class Connections:
 
 
 class GrpcCalls:
-    """The production `Call`, with its connections."""
+    """The `Call` over gRPC, with its connections."""
 
     def __init__(self) -> None:
         self._connections: dict[str, Connections] = {}  # by the Triton's address
         self._retired: set[str] = set()  # addresses whose connections close after the last call
-        self._replaced: list[Connections] = []  # have a successor; each closes after its last call
+        self._replaced: list[Connections] = []  # have newer ones; each closes after its last call
         self._running: dict[str, grpc.Call] = {}  # open calls by request id
         self._lock = threading.Lock()
         self._secret = launch_secret.secret_of_launch()
@@ -110,8 +110,8 @@ class GrpcCalls:
         WorkerUnavailable if the worker is lost.
 
         Closing the iterator early does not cancel the call, because Triton 2.51 never unloads a
-        model after a cancelled call to it. Instead it waits until the worker ends the stream. The
-        caller therefore sends the worker a Stop message first, or calls `cancel` if it is gone.
+        model after a cancelled call to it. Closing waits until the worker ends the stream, so the
+        caller first sends the worker a Stop message, or calls `cancel` if the worker is gone.
         """
         request = _request(model, inputs, outputs, request_id)
         request.parameters[launch_secret.SECRET_PARAMETER].string_param = self._secret

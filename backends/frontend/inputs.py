@@ -52,7 +52,7 @@ class InputReader:
         return None if value is None else int(value)
 
     def number(self, name: str) -> float | None:
-        """The float whose decimal is the shortest for this float32, so that 0.7 stays 0.7."""
+        """The shortest decimal of this float32 as a float (0.7 stays 0.7); None if not given."""
         value = self._single(name)
         return None if value is None else float(str(value))
 

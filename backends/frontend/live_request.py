@@ -525,7 +525,7 @@ class LiveRequest:
                 request_id = self._id_of(action.attempt)
                 services.streams.forget(request_id)
                 services.cluster.finished(request_id, action.output_tokens)
-                if self.state.phase is Phase.DONE:  # charged while routed, after the request's end
+                if self.state.phase is Phase.DONE:  # a late decision may have charged the request
                     self._note_used(is_served=bool(self._sent_ids))
             case events.End():
                 self._end(action.error or self._send_error)
@@ -535,7 +535,7 @@ class LiveRequest:
         assert self._answer is not None
         self._sent_ids += message.delta.token_ids
         if message.finish_reason:
-            self._note_used(is_served=True)  # so that the client's next request is not rejected
+            self._note_used(is_served=True)  # before the client can send its next request
         try:
             self._answer.add(message)
         except Exception as error:
@@ -554,7 +554,7 @@ class LiveRequest:
         self.times.prefilled(assignment.decided.route.predicted, took_s)
 
     def _stop_workers(self, action: events.StopWorkers) -> None:
-        """Send Stop to every process of both workers, because each worker may have two."""
+        """Send Stop to every process of both workers; a worker that reloads has two processes."""
         assignment = self._assignments[action.attempt]
         route = assignment.decided.route
         for worker in (route.prefill, route.decode):

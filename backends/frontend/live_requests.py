@@ -9,8 +9,8 @@ for RECENT_S. Otherwise a tenant that holds all slots could keep them, because t
 would not count. The shares of two tenants may cover all slots. Therefore a tenant that has more
 requests in flight than a present rejected tenant may use only an equal part of the slots.
 
-Triton does not notify a model of a disconnected client. The model has to poll, and models that it
-calls cannot poll. So one thread polls for every request in flight, every `poll_s` seconds.
+Triton reports a disconnected client only to the model that the client called, and only if that
+model polls. So one thread polls for every request in flight, every `poll_s` seconds.
 
 Not here: how the request of a disconnected client ends (lifecycle/), shares of computing under
 overload (conductor/admission/fair_share.py), a request's tenant (tenants/principal.py).
@@ -101,7 +101,6 @@ class LiveRequests:
         return len(self._live)
 
     def of_tenants(self) -> dict[str, int]:
-        """Requests in flight of each tenant that has any."""
         with self._changed:
             return dict(self._of_tenant)
 

@@ -22,7 +22,7 @@ from mooncake_store.records.status import DirectoryStats
 log = logging.getLogger(__name__)
 PERIOD_S = 1.0
 Incarnation = tuple[object, ...]  # of a counting process; changes when its counts restart from 0
-Series = tuple[str, str, str]  # metric, its label, value of the label; "" "" without a label
+Series = tuple[str, str, str]  # (metric, label, label's value); the last two "" without a label
 
 
 class Totals:

@@ -76,7 +76,7 @@ def parse(
     tokenizer: Tokenizer,
     limits: RequestLimits,
 ) -> ClientRequest:
-    """Check and complete a request. Raises InvalidRequest, whatever the inputs contain."""
+    """Check and complete a request. No input causes another exception than InvalidRequest."""
     reader = InputReader(inputs)
     options = _Options(parameters, reader)
     prompt_ids = np.zeros(0, np.int32)
@@ -237,7 +237,7 @@ class _Options:
         self.priority = self._integer("request_priority", PRIORITY_MAX)
         self._text("id")  # checked only: the frontend makes its own ids
         self.tenant = self._text("tenant")
-        self._text("tenant_proof")  # type is checked only: Frontend.submit verified the proof
+        self._text("tenant_proof")  # only the type is checked: Frontend.submit verified the proof
         self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)
         if self.timeout_ms < 0:
             reader.note(
@@ -245,7 +245,7 @@ class _Options:
             )
         self.prefill_worker = self._text("prefill_worker")
         self.decode_worker = self._text("decode_worker")
-        self.describe = self._flag("describe")  # Frontend.submit answers other values itself
+        self.describe = self._flag("describe")  # Frontend.submit answers the values in `_verbs`
 
     def _integer(self, name: str, absolute_max: int) -> int:
         value = self._parameters.get(name, 0)

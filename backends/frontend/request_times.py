@@ -32,7 +32,7 @@ from backends.metrics.table import REASONS, TENANT_REASONS
 from backends.tracing.request_spans import Attribute
 from conductor.messages import Prediction
 
-TBT_LONGEST_SHARE = 0.1  # share of the token intervals that count (Mooncake, FAST'25, section 5.1)
+TBT_LONGEST_SHARE = 0.1  # the longest intervals, whose mean is the TBT (FAST'25, section 5.1)
 MESSAGES_PER_FLUSH = 50  # messages after which a stream's intervals are added to the counters
 
 
@@ -83,7 +83,7 @@ class RequestTimes:
             self._prompt_tokens, self._cached_tokens = prompt_tokens, cached_tokens
 
     def prefill_wasted(self, compute_s: float) -> None:
-        """The decode worker rejected the request after its prefill."""
+        """The decode worker rejected the request after the prefill."""
         self._observe("mooncake_wasted_prefills_total")
         self._observe("mooncake_wasted_prefill_seconds_total", compute_s)
 

@@ -1,10 +1,10 @@
 """Routing notes to the other frontends: their wire format, and the thread that sends them.
 
 A note reports a routed, prefilled or ended request, so that the other frontends reserve the same
-work, or a tenant's use of its limits. The sender's thread looks for notes every NOTES_S. A routing
-decision wakes it earlier if the last batch is NOTES_S old or NOTES_MAX notes wait. While no other
-frontend is known, the thread wakes only every ALIVE_S and at routing decisions. Without notes, it
-sends an empty batch every ALIVE_S as a heartbeat.
+work. A UsageNote reports a tenant's use of its limits. The sender's thread looks for notes every
+NOTES_S. A routing decision wakes the thread earlier if the last batch is NOTES_S old or NOTES_MAX
+notes wait. While no other frontend is known, the thread wakes only every ALIVE_S and at routing
+decisions. Without notes, the thread sends an empty batch every ALIVE_S as a heartbeat.
 
 Requests never wait for notes. If the directory does not accept a batch within SEND_S_MAX, the
 sender drops it, and the other frontends detect the gap in the batch numbers.
@@ -117,7 +117,7 @@ def pack_notes(batch: NoteBatch) -> bytes:
 
 
 def unpack_notes(event: FrontendNoted) -> NoteBatch | None:
-    """The batch of an event; None if it is invalid. The next batch number shows the gap."""
+    """The batch of an event; None if it is invalid, which counts as a missed batch."""
     try:
         message = _decode(event.notes)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -62,7 +62,7 @@ def read(
     end_id = reader.integer("end_id")
     if end_id is not None:
         end_ids = () if end_id == NEVER_ENDS else (end_id,)
-    reader.integer("pad_id")  # checked only: nothing is padded
+    reader.integer("pad_id")  # only the type is checked, because nothing is padded
     words = given.pop("stop", [])
     params = SamplingParams(
         **given,

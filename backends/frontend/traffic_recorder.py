@@ -93,7 +93,7 @@ class TraceFiles:
         self._fd: int | None = self._opened()
 
     def append(self, line: bytes) -> None:
-        """Write a line. Raises OSError. Part of the line then stays only if `_cut` failed too."""
+        """Write a line. Raises OSError. After an error, part of the line stays if `_cut` failed."""
         if self._fd is None or (self._size and self._size + len(line) > self._file_bytes_max):
             self.close()
             self._prune(len(line))

@@ -46,7 +46,6 @@ from conductor.messages import Candidate, Explanation, HotPrefix, Reject, Worker
 
 
 def copied(record: object, *names: str) -> dict[str, object]:
-    """Attribute -> value, for the named attributes of the record."""
     return {name: getattr(record, name) for name in names}
 
 

@@ -3,11 +3,11 @@
 An attempt is one try of one pair of workers to serve the request. The next attempt resumes after
 the tokens that the client has, so a loss costs only time. Each kind of loss has a `Rule`:
 
-    counts      The request may be the cause of the loss, because its worker died or failed, or a
-                storage node had no room for its KV. After `counted_max` losses that count, the
-                request is given up. Otherwise one harmful prompt could kill all workers.
-                Other losses are retried until the deadline. `full_workers_max` also limits the
-                retries of a new request, which no worker has admitted, after full workers.
+    counts      The request may be the cause of the loss, because a worker died or failed, or a
+                storage node had no room for the request's KV. After `counted_max` losses that
+                count, the request is given up. Otherwise one prompt could kill all workers.
+                Other losses are retried until the deadline. A new request, which no worker has
+                admitted, is retried after full workers at most `full_workers_max` times.
     avoids      Later attempts exclude the worker. When no worker is left, none is excluded.
     is_soon     A retry has no pause if this is the first loss since the last decoded token.
 
@@ -45,7 +45,7 @@ from backends.workers.protocol import HEARTBEAT_S
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 2.0  # the first and the longest pause
 CALL_SILENCE_S_MAX = 6 * HEARTBEAT_S  # 30 s; an attempt without heartbeats for longer is lost
-SILENCE_S_MAX = 1.0  # workers report every 0.5 s; a worker that is silent for longer is dead
+SILENCE_S_MAX = 1.0  # workers report every 0.5 s; a worker silent for longer counts as dead
 
 
 class Loss(Enum):
@@ -206,7 +206,7 @@ class Attempts:
             return ""
         counted = sum(RULES[loss].counts for loss in self.losses)
         if counted >= self.counted_max:
-            return f"given up after {counted} attempts that count ({self._listed()})"
+            return f"given up, because {counted} losses count for attempts_max ({self._listed()})"
         if now_s >= self.deadline_s:
             return f"{DEADLINE_PASSED} ({self._listed()})"
         return ""

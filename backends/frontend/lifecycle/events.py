@@ -38,13 +38,13 @@ class Described(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The request is invalid, or its processing or sending a message raised an exception."""
+    """The request is invalid, or an exception occurred while it was processed or answered."""
 
     error: Exception
 
 
 class Unwanted(NamedTuple):
-    """The client disconnected, its timeout has passed, or the frontend shuts down."""
+    """The client disconnected, the client's timeout has passed, or the frontend shuts down."""
 
     error: ServingError
 
@@ -144,7 +144,7 @@ class WorkerSilent(NamedTuple):
 
 
 class TimePassed(NamedTuple):
-    """Time for waiting tokens, for a repeated Stop, or to end the wait for missing messages."""
+    """Waiting tokens or a repeated Stop may be due, or missing messages may be overdue."""
 
     now_s: float
 
@@ -219,7 +219,7 @@ class NoteLoss(NamedTuple):
 
 
 class NoteFailed(NamedTuple):
-    """The conductor excludes this worker for failed_mark_s, or until its next timely report."""
+    """The conductor excludes this worker for failed_mark_s, or until a later report of it."""
 
     worker: WorkerId
 
@@ -276,7 +276,7 @@ class EndAttempt(NamedTuple):
 
 
 class End(NamedTuple):
-    """Complete the answer, or end it with this error."""
+    """Complete the answer if `error` is None. Otherwise end it with this error."""
 
     error: Exception | None = None
 

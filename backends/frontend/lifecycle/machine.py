@@ -6,7 +6,7 @@
     decoding     the call to the decode worker is open
     ending       the decode worker has replied, but some of its earlier messages have not arrived
     stopping     the request ended early; the workers got a Stop, and a call is still open
-    done         the answer or an error was sent; a routing decision or a call may still end
+    done         the answer or an error was sent; a decision or a call may still be under way
 
 `step` takes a state and an event. It returns the next state, and the actions to carry out in
 order. `step` has no clock and no I/O, so tests can try every order of events.
@@ -139,7 +139,7 @@ class State(NamedTuple):
     sent_tokens: int = 0  # tokens sent to the client in all attempts
     cached_tokens: int = 0  # prompt tokens cached at the prefill of the answer's first token
     avoided: frozenset[WorkerId] = frozenset()  # workers that the next attempt excludes
-    error: Exception | None = None  # in STOPPING: error for the client; else of the latest loss
+    error: Exception | None = None  # STOPPING: error for the client; else: error of the latest loss
     fields: Fields = NO_FIELDS  # values that the next message carries in its `decision` output
     waiting: tuple[OutputDelta, ...] = ()  # decoded tokens that were not sent to the client yet
     sent_s: float = float("-inf")  # monotonic time at which `waiting` was last sent
@@ -151,8 +151,8 @@ Result = tuple[State, list[LifecycleAction]]
 
 
 def step(state: State, event: LifecycleEvent) -> Result:
-    """The next state, and the actions in order. TABLE must have a cell for each event of the
-    latest attempt that can arrive in the phase."""
+    """The next state, and the actions in order. Raises AssertionError for an event of the latest
+    attempt that has no cell in TABLE."""
     number = getattr(event, "attempt", state.attempt.number)
     if number != state.attempt.number:  # a late event of a lost attempt
         return _late_end(state, event) if isinstance(event, CallEnded) else (state, [])
@@ -219,7 +219,7 @@ def _next_attempt(state: State, now_s: float) -> Result:
 
 
 def _first_by_message(state: State, event: FirstTokenArrived) -> Result:
-    # If the first token ends the answer, it is sent with the prefill reply.
+    # If the first token ends the answer, it is sent after the prefill reply.
     if state.attempt.is_begun or event.first.finish_reason:
         return state, []
     return _begin(state, event.first, NO_FIELDS, event.now_s)
@@ -262,8 +262,8 @@ def _prefill_replied(state: State, event: PrefillReplied) -> Result:
 def _decode_lost(state: State, actions: list[LifecycleAction], now_s: float) -> Result:
     """Retry without calling the decode worker, which was lost during prefill.
 
-    If its process is frozen, a call would be accepted and would fail only after 30 s. The next
-    attempt finds the prompt's KV in the store.
+    If the worker's process is frozen, it would accept a call, which would fail only after 30 s. The
+    next attempt finds the prompt's KV in the store.
     """
     number, decode = state.attempt.number, state.attempt.decode
     assert decode is not None
@@ -444,8 +444,8 @@ def _taken_away(
     loss: Loss,
     error: ServingError,
 ) -> Result:
-    """End the attempt if `event.worker` serves it. If its call is open, `_late_end` releases the KV
-    when the call has ended."""
+    """End the attempt if `event.worker` serves it. If the attempt's call is open, `_late_end`
+    releases the KV when the call has ended."""
     if state.attempt.worker != event.worker:
         return state, []
     number = state.attempt.number
@@ -502,8 +502,6 @@ def _ignore(state: State, event: LifecycleEvent) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The handler of an event in a phase."""
-
     handle: Callable[[State, Any], Result]
     to: frozenset[Phase]  # phases that may follow, for the tests
 
