@@ -251,8 +251,8 @@ class Gateway:
         return await self.calls.describe(CLUSTER, parameters)
 
     async def metrics(self, request: Request) -> Response:
-        """The launcher's metrics page, or without a launcher the page of this process. With API
-        keys, series of other tenants are removed. Raises HttpRefusal 503 if the page is missing."""
+        """The metrics page of the launcher, or of this process without a launcher. With API keys,
+        series of other tenants are removed. HttpRefusal 503: the launcher does not answer."""
         if not self.options.metrics:
             return Response(self.counts.page(), media_type="text/plain; version=0.0.4")
         try:

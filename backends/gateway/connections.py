@@ -40,7 +40,8 @@ CONNECTIONS_MAX = 2048  # connections of one process
 OF_ADDRESS_MAX = 1024  # connections of one address; all clients of a proxy share one address
 REFUSED_MAX = 64  # connections above CONNECTIONS_MAX that get an error; further ones are closed
 AHEAD_BYTES_MAX = 65_536  # bytes that a client may send after a request before it gets the answer
-# With these keep-alive probes, the loss of a client's host is detected within a minute.
+# TCP keep-alive: seconds before the first probe, seconds between probes, number of probes. The
+# probes detect the loss of a client's host within a minute.
 PROBE_IDLE_S, PROBE_EVERY_S, PROBES_MAX = 30, 10, 3
 HEAD, BODY = "head", "body"
 

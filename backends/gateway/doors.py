@@ -26,7 +26,7 @@ BODIES_MAX = 16  # limit of all bodies whose answers have not begun, in units of
 REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 REQUEST_ID_HEADER = b"x-request-id"
 # Paths that need no API key and are served during a drain. Load balancers and probes have no key.
-# The status page at / asks for the key itself.
+# The status page at / has a field for the key.
 OPEN_PATHS = {"/", "/health", "/ready"}
 OTHER_PATH = "other"
 # A request that repeats one of these headers is rejected. A proxy in front of the gateway might

@@ -81,7 +81,7 @@ def traceparent_in(scope: Scope) -> str:
 
 
 def _error(status: int) -> str:
-    """The error of a span. A client's mistake (400 to 499) is none, as OpenTelemetry specifies."""
+    """The error of a span. As OpenTelemetry specifies, a status of 400 to 499 is no error."""
     if not status:
         return "the client disconnected before there was a status"
     return f"status {status}" if status >= 500 else ""

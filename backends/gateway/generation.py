@@ -29,7 +29,7 @@ from backends.gateway.logprobs import LogprobsWriter
 from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
-GRACE_S = 2.0  # seconds after a timeout in which the conductor may report it before the gateway
+GRACE_S = 2.0  # seconds after a timeout for which the gateway lets the conductor report it
 EVENT_STREAM = {
     "type": "http.response.start",
     "status": 200,
@@ -109,7 +109,7 @@ class GenerationResponse(Response):
                 await send(EVENT_STREAM)
                 body = events.opening() + body
             self._counts.messages += 1
-            if piece.finish_reason:  # cancel, because uvicorn reports a sent response as disconnect
+            if piece.finish_reason:  # because uvicorn reports a response's end as a disconnect
                 self._watching.cancel()
             await send(
                 {"type": "http.response.body", "body": body, "more_body": not piece.finish_reason}

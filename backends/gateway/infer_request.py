@@ -49,7 +49,7 @@ class GatewayRequest:
     route: str
     model: str  # "": any model
     is_stream: bool
-    includes_usage: bool  # True: a stream has token counts; answers that are no streams have them
+    includes_usage: bool  # True: a stream has token counts; a whole answer always has them
     counts_each_event: bool  # True: each event of a stream has token counts, not only the last
     timeout_s: float  # deadline in seconds after the arrival; 0: none
     inputs: Mapping[str, Any]  # tensor -> value, for the conductor

@@ -116,11 +116,8 @@ async def answer_own_page(
 
 
 def tls_context(listening: Listening) -> ssl.SSLContext:
-    """A TLS context whose new connections use a certificate that was renewed on disk.
-
-    If the renewed certificate is invalid, the previous certificate stays in use. Raises KeysInvalid
-    if the certificate is invalid at the start.
-    """
+    """A TLS context. New connections use a certificate that was renewed on disk, unless it is
+    invalid. Raises KeysInvalid if the certificate is invalid at the start."""
 
     def read() -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -22,7 +22,7 @@ class ServedWords:
     """The bytes that each token of a vocabulary adds to a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Slow at the first call for a tokenizer, because the vocabulary is read."""
+        """The first call for a tokenizer is slow, because it reads the vocabulary."""
         self._tokenizer, self._token_bytes = tokenizer, tokenizer.token_bytes
 
     def of(self, context_ids: list[int], token_id: int) -> bytes:

@@ -140,7 +140,7 @@ class MetricPage:
                     self._get("counter", name, dict(labels_of)).series.increment(amount)
 
     def end_round(self) -> None:
-        """Set gauges to 0 that were not set since the last call, for example of a lost node."""
+        """Set gauges to 0 that were not set since the last call, as those of a lost node."""
         for gauge in self._gauges():
             if gauge.round != self._round and gauge.value != 0.0:
                 gauge.series.set(0.0)

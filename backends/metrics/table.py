@@ -99,7 +99,7 @@ def ratio(name: str, publisher: str, meaning: str) -> Metric:
 
 NODE = Label("node")
 TENANT = Label("tenant")  # a tenant in the file of API keys, or "(others)"
-HEAT = Label("heat", ("1", "2", "4", "8"))  # lowest hit rate of a class, in hot_hits_per_s
+HEAT = Label("heat", ("1", "2", "4", "8"))  # a class's lowest hit rate / hot_hits_per_s
 PREDICTION = Label("kind", ("predicted", "actual"))
 NIC = Label("nic")
 TRANSPORT = Label("transport", ("mapped", "nixl", "tcp"))

@@ -26,7 +26,7 @@ COMMENT = re.compile(
     r"""(?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')|\#[^\n]*""", re.VERBOSE
 )
 SHOWN_MAX = 200  # an error quotes at most this number of characters of the parser's message
-NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # characters for invalid bytes, by error handler BYTES
+NOT_UTF_8 = re.compile("[\udc80-\udcff]")  # characters in place of invalid bytes
 SET_BY_COMMAND = "Set by `mooncake config set`."
 
 

@@ -40,7 +40,7 @@ CLASSES: Mapping[str, tuple[type[Any], ...]] = {
 }
 INPUTS = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
 STAGES_MAX = 1024  # stages of a pipeline group that are searched for gaps
-# Parameters that must be equal in a pipeline group. FINGERPRINT lists those of all workers.
+# Parameters that must be equal in a pipeline group, beside FINGERPRINT, which all workers share.
 OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
 
 

@@ -96,7 +96,7 @@ class ApiKeys:
         self._files: LiveFiles[KeyTable] | None = None
         self._whole: KeyTable | None = None  # table of the file's latest valid content
         if path is not None:
-            tenants_file.read(path)  # raises TenantsInvalid, which LiveFiles would replace
+            tenants_file.read(path)  # raises TenantsInvalid, while LiveFiles raises StoreError
             self._files = LiveFiles([path], lambda: self._read(path))
             self._files.get()
         else:

@@ -44,7 +44,7 @@ class TenantLabels:
         return principal.tenant
 
     def sums(self, of_tenants: Mapping[str, int]) -> dict[str, int]:
-        """Label -> sum of its tenants' numbers. A label that was given out has at least 0."""
+        """Label -> sum of its tenants' numbers, with the label of a known tenant even if 0."""
         found = dict.fromkeys(self._known, 0)
         for tenant, number in of_tenants.items():
             label = tenant if tenant in self._known else OTHERS

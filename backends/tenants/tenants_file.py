@@ -52,7 +52,7 @@ class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # tokens of prompts and answers
     requests_in_flight_max: int | None = None
-    operator: bool = False  # True: its keys may see the decisions of all tenants (status page)
+    operator: bool = False  # True: the tenant's keys show all tenants' decisions (status page)
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -104,8 +104,8 @@ def read(path: Path) -> TenantsFile:
 
 
 def content(path: Path) -> bytes:
-    """The file's bytes. Raises TenantsInvalid if this process cannot read the file, or if the
-    permissions are too wide: any for other users, or writing for the group."""
+    """The file's bytes. Raises TenantsInvalid if this process cannot read the file, if other users
+    have any access to it, or if the group may write it."""
     try:
         mode = path.stat().st_mode
         raw = path.read_bytes()
@@ -114,7 +114,7 @@ def content(path: Path) -> bytes:
             f"{path} cannot be read ({error.strerror}); a missing file is created by "
             f"`mooncake tenants add {path} NAME`"
         ) from error
-    # The group may read the file. Kubernetes gives a secret to a user that is not root in this way.
+    # The group may read the file, as Kubernetes mounts a secret for a user that is not root.
     if mode & (stat.S_IWGRP | stat.S_IRWXO):
         raise TenantsInvalid(f"too many users have access to {path}: run chmod g-w,o= {path}")
     return raw
@@ -167,7 +167,7 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
 
 
 def write(path: Path, file: TenantsFile) -> None:
-    """Replace the file atomically. The caller must hold the lock `sole_writer` of its folder
+    """Replace the file atomically. The caller must hold the lock `sole_writer` of the file's folder
     (mooncake_store/process/edited_file.py). Raises OSError, or TenantsInvalid for mistakes."""
     if problems := list(problems_of(file)):
         raise TenantsInvalid("\n".join(problems))

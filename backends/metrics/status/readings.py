@@ -11,7 +11,7 @@ from backends.metrics.status.view import Page, View, parse, view
 
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
 FETCH_S_MAX = 5.0  # timeout of one GET of the page
-RECENT_S = 10.0  # recent figures cover this time or slightly more, if there were readings so long
+RECENT_S = 10.0  # seconds that recent figures cover, if the command has run that long
 
 
 class NoStatus(Exception):

@@ -255,7 +255,7 @@ def _worker(change: Change, name: str, role: str, node: str) -> WorkerView:
 
 
 def nodes(change: Change) -> list[Node]:
-    """The storage nodes in the directory. The gauges of a node that left are 0; it is omitted."""
+    """The storage nodes in the directory. A node that left has gauges of 0 and is omitted."""
     sizes = change.now.by("mooncake_store_bytes_max", "node")
     used = change.now.by("mooncake_store_bytes_used", "node")
     blocks = change.now.by("mooncake_store_blocks", "node")
