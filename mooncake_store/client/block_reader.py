@@ -67,14 +67,14 @@ class Want(NamedTuple):
         """Number of equal pieces with a digest each; 0: one digest over the whole span."""
         return self.layers or (len(self.checksums) if len(self.checksums) > 1 else 0)
 
-    def is_whole(self) -> bool:
+    def is_verified(self) -> bool:
         """True if the bytes in the target have the expected checksums; also True if none are
         expected."""
         buffer, (start, length_bytes) = self.target
         read = buffer[start : start + length_bytes]
-        return not self.checksums or self.is_promised(layer_digests(read, self.parts or 1))
+        return not self.checksums or self.matches(layer_digests(read, self.parts or 1))
 
-    def is_promised(self, packed: bytes) -> bool:
+    def matches(self, packed: bytes) -> bool:
         """True if the packed digests match the checksums, or if there are no checksums. With
         layers > 0, stores the digests in `digests` if given."""
         if not self.layers:
@@ -103,8 +103,8 @@ class BlockReader:
         movers: Movers | None = None,
         headers: HeaderReader | None = None,
     ) -> None:
-        """`headers` serves to check Want.key, and to verify a block again (_look_again). None: no
-        Want may have a key, and blocks are verified once."""
+        """`headers` serves to check Want.key, and to _verify_with_header_layers. None: no Want may
+        have a key, and blocks are verified once."""
         self._nodes = nodes
         self._headers = headers
         self._movers = movers or Movers(1)
@@ -181,18 +181,18 @@ class BlockReader:
             return
         wants = [call.missing[index] for index in part]
         if isinstance(node.transport, MappedTransport):
-            whole = _copied(node.transport, node, wants, left_s, self._movers.threads)
+            verified = _copied(node.transport, node, wants, left_s, self._movers.threads)
             unchanged = self._slots_unchanged(wants)
         else:
             unchanged = self._read_remote(node, wants, left_s)
-            whole = [want.is_whole() for want in wants]
+            verified = [want.is_verified() for want in wants]
         unknown: set[int] = set()
-        if self._headers is not None and not all(whole):
-            unknown = self._look_again(self._headers, wants, whole)
-        for at, (index, is_whole) in enumerate(zip(part, whole, strict=True)):
-            if is_whole and unchanged[at]:
+        if self._headers is not None and not all(verified):
+            unknown = self._verify_with_header_layers(self._headers, wants, verified)
+        for at, (index, is_verified) in enumerate(zip(part, verified, strict=True)):
+            if is_verified and unchanged[at]:
                 del call.missing[index]
-            elif call.is_current and not is_whole and at not in unknown:
+            elif call.is_current and not is_verified and at not in unknown:
                 self._on_bad_copy(call.missing[index].copy)
 
     def _read_remote(self, node: NodeAccess, wants: Sequence[Want], left_s: float) -> list[bool]:
@@ -208,7 +208,7 @@ class BlockReader:
             node.transport.read(node.info, sources, targets, left_s)
             return self._slots_unchanged(wants)
         keys, copies = [want.key for want in wants], [want.copy for want in wants]
-        return self._headers.read_and_look(node, sources, targets, keys, copies, left_s)
+        return self._headers.read_and_check(node, sources, targets, keys, copies, left_s)
 
     def _slots_unchanged(self, wants: Sequence[Want]) -> list[bool]:
         """True per want if its slot's headers still show the expected block, or if Want.key is
@@ -218,25 +218,25 @@ class BlockReader:
             return [True] * len(wants)
         assert self._headers is not None, "a HeaderReader is needed to check block keys"
         keys, copies = [want.key for want in looked_at], [want.copy for want in looked_at]
-        found = iter(self._headers.still(keys, copies))
+        found = iter(self._headers.still_hold(keys, copies))
         return [not want.key or next(found) for want in wants]
 
-    def _look_again(
-        self, headers: HeaderReader, wants: Sequence[Want], whole: list[bool]
+    def _verify_with_header_layers(
+        self, headers: HeaderReader, wants: Sequence[Want], verified: list[bool]
     ) -> set[int]:
         """Verify failed whole blocks a second time, with the number of layers in their headers: the
-        checksum may cover layer digests. Updates `whole`. Returns the positions whose header was
+        checksum may cover layer digests. Updates `verified`. Returns the positions whose header was
         unreadable or invalid: those copies are not proven bad."""
         unsure = [
             at
             for at, want in enumerate(wants)
-            if not whole[at] and not want.layers and want.length_bytes == want.copy.size_bytes
+            if not verified[at] and not want.layers and want.length_bytes == want.copy.size_bytes
         ]
         found = headers.read_all([wants[at].copy for at in unsure])
         for at, header in zip(unsure, found, strict=True):
             layers = header.layers if header is not None else 0
             if layers and wants[at].length_bytes % layers == 0:
-                whole[at] = wants[at]._replace(layers=layers).is_whole()
+                verified[at] = wants[at]._replace(layers=layers).is_verified()
         return {at for at, header in zip(unsure, found, strict=True) if header is None}
 
 
@@ -245,7 +245,7 @@ def _copied(
 ) -> list[bool]:
     """Copy from a mapped segment and hash in the same pass. True: verified, or no checksums."""
     started_s = time.monotonic()
-    whole, moved_bytes, offset_of = [], 0, node.shape.slot_offset_bytes
+    verified, moved_bytes, offset_of = [], 0, node.shape.slot_offset_bytes
     with transport.owned(node.info) as view:
         for (length_bytes, parts, is_hashed), group in groupby(wants, _alike):
             for part in copied_parts(list(group), length_bytes, threads):
@@ -254,7 +254,7 @@ def _copied(
                 packed = copy_blocks(
                     targets, sources, length_bytes, parts, is_hashed, threads, is_read=True
                 )
-                whole += [want.is_promised(found) for want, found in zip(part, packed, strict=True)]
+                verified += [want.matches(found) for want, found in zip(part, packed, strict=True)]
                 moved_bytes += len(part) * length_bytes
                 if time.monotonic() - started_s > left_s:
                     raise TransferTimeout(
@@ -262,7 +262,7 @@ def _copied(
                         f"memory took longer than {left_s:.3f} s: this host is short of CPU"
                     )
     transport.note(True, moved_bytes, started_s)
-    return whole
+    return verified
 
 
 def _alike(want: Want) -> tuple[int, int, bool]:
@@ -282,14 +282,14 @@ class HeaderReader:
         """The header of this copy's slot; None: it could not be read or is invalid."""
         return self.read_all([copy])[0]
 
-    def read_all(self, copies: Sequence[Copy], must_come: bool = False) -> list[SlotHeader | None]:
-        """As `read`, for several copies. `must_come`: a failed transfer raises TransferFailed. A
+    def read_all(self, copies: Sequence[Copy], raises: bool = False) -> list[SlotHeader | None]:
+        """As `read`, for several copies. `raises`: a failed transfer raises TransferFailed. A
         copy on a node that cannot be accessed still gives None."""
 
         def first(shape: Geometry, index: int) -> ByteSpan:
             return ByteSpan(shape.header_offset_bytes(copies[index].slot), HEADER_BYTES)
 
-        found = self._read_raw(copies, first, must_come)
+        found = self._read_raw(copies, first, raises)
         return [(raw and SlotHeader.unpack(raw)) or None for raw in found]
 
     def digests(self, copies: Sequence[Copy], layers: Sequence[int]) -> list[bytes | None]:
@@ -307,16 +307,16 @@ class HeaderReader:
             for raw, copy in zip(self._read_raw(copies, cell), copies, strict=True)
         ]
 
-    def still(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
-        """True per slot if it still holds this block (see _is_that_use). False also if its headers
+    def still_hold(self, keys: Sequence[bytes], copies: Sequence[Copy]) -> list[bool]:
+        """True per slot if it still holds this block (see _holds_block). False also if its headers
         cannot be read."""
         found = self._read_raw(copies, lambda shape, index: _heads(shape, copies[index]))
         return [
-            raw is not None and _is_that_use(raw, key, copy)
+            raw is not None and _holds_block(raw, key, copy)
             for raw, key, copy in zip(found, keys, copies, strict=True)
         ]
 
-    def read_and_look(
+    def read_and_check(
         self,
         node: NodeAccess,
         sources: Sequence[ByteSpan],
@@ -325,18 +325,18 @@ class HeaderReader:
         copies: Sequence[Copy],
         left_s: float,
     ) -> list[bool]:
-        """Read these spans of one node, then check the slots as `still` does. All in one transfer
-        if the transport keeps the order of spans and the headers fit a scratch buffer."""
+        """Read these spans of one node, then check the slots as `still_hold` does. All in one
+        transfer if the transport keeps the order of spans and the headers fit a scratch buffer."""
         heads = [_heads(node.shape, copy) for copy in copies]
         total_bytes = sum(span.length_bytes for span in heads)
         if total_bytes > SCRATCH_BYTES or not node.transport.keeps_order(node.info):
             node.transport.read(node.info, sources, targets, left_s)
-            return self.still(keys, copies)
+            return self.still_hold(keys, copies)
         with self._scratch.take(total_bytes) as buffer:
             into = side_by_side(buffer, heads)
             node.transport.read(node.info, [*sources, *heads], [*targets, *into], left_s)
             return [
-                _is_that_use(buffer[start : start + length_bytes].tobytes(), key, copy)
+                _holds_block(buffer[start : start + length_bytes].tobytes(), key, copy)
                 for (_, (start, length_bytes)), key, copy in zip(into, keys, copies, strict=True)
             ]
 
@@ -344,7 +344,7 @@ class HeaderReader:
         self,
         copies: Sequence[Copy],
         span_of: Callable[[Geometry, int], ByteSpan | None],
-        must_come: bool = False,
+        raises: bool = False,
     ) -> list[bytes | None]:
         """The bytes at `span_of` for each copy; None: no such span, or it could not be read."""
         found: dict[int, bytes] = {}
@@ -361,7 +361,7 @@ class HeaderReader:
             try:
                 self._read_spans(node, spans, found)
             except TransferFailed:
-                if must_come:
+                if raises:
                     raise
         return [found.get(index) for index in range(len(copies))]
 
@@ -388,7 +388,7 @@ def _heads(shape: Geometry, copy: Copy) -> ByteSpan:
     return ByteSpan(heads.start, heads.stop - heads.start)
 
 
-def _is_that_use(raw: bytes, key: bytes, copy: Copy) -> bool:
+def _holds_block(raw: bytes, key: bytes, copy: Copy) -> bool:
     """True if these headers of a slot show that it holds the complete block (slot_memory.py)."""
     is_ready = raw.startswith(ready_prefix(copy.generation, key))
     # the headers of the other units must be zero: a nonzero one belongs to a later block

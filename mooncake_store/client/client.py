@@ -200,9 +200,9 @@ class StoreClient:
         missing = [index for index, is_here in enumerate(arrived) if not is_here]
         keys = [keys[index] for index in missing]
         found = self._getter.find(keys)
-        others = _arrays_for(found)
-        came = self._get(GetRequest(keys, others, 0, until_s), found)
-        for index, array, is_here in zip(missing, others, came, strict=True):
+        retry_arrays = _arrays_for(found)
+        retry_arrived = self._get(GetRequest(keys, retry_arrays, 0, until_s), found)
+        for index, array, is_here in zip(missing, retry_arrays, retry_arrived, strict=True):
             arrays[index] = array if is_here else None
         return arrays
 
@@ -234,8 +234,8 @@ class StoreClient:
                     f"block {key.hex()} has {copies[0].size_bytes} bytes; {target.nbytes} "
                     f"from {offset_bytes} on reach past its end: ask stat() for the size"
                 )
-        came = self._get(GetRequest(keys, targets, offset_bytes, until_s), found)
-        for index, is_here in zip(missing, came, strict=True):
+        retry_arrived = self._get(GetRequest(keys, targets, offset_bytes, until_s), found)
+        for index, is_here in zip(missing, retry_arrived, strict=True):
             arrived[index] = is_here
         return arrived
 
@@ -246,8 +246,8 @@ class StoreClient:
             wanted = [target for copies, target in pairs if copies and target is not None]
             with self._registrations.covering(wanted):
                 self._getter.get_known(request, known)
-            came = zip(request.keys, request.arrived, strict=True)
-            self._index.used([key for key, is_here in came if is_here])
+            results = zip(request.keys, request.arrived, strict=True)
+            self._index.used([key for key, is_here in results if is_here])
         return request.arrived
 
     def _get(self, request: GetRequest, found: Sequence[tuple[Copy, ...]]) -> list[bool]:

@@ -27,7 +27,7 @@ from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.transports.transport import ByteSpan
 
 
-class OwnSegment(SlotMemory):
+class LocalSegment(SlotMemory):
     """The segment of one incarnation of the local node, writable from this process."""
 
     def __init__(self, info: NodeInfo, view: ByteArray, shape: Geometry) -> None:
@@ -88,14 +88,14 @@ class Fetcher:
 
     def fetch(
         self,
-        own: Callable[[], OwnSegment | None],
+        local_segment: Callable[[], LocalSegment | None],
         keys: Sequence[bytes],
         copies: Sequence[Copy],
         terms: LeaseTerms,
     ) -> dict[str, int]:
         """Make local copies of these blocks; a lookup then shows which have arrived. Returns the
-        number of bytes received from each node. `own` returns the local segment; None: the local
-        node is down, so nothing is copied. `copies` may be local already."""
+        number of bytes received from each node. `local_segment` returns None if the local node is
+        down; then nothing is copied. `copies` may be local already."""
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:
@@ -104,10 +104,10 @@ class Fetcher:
             )
             for group in groups:
                 ready.update({from_ssd[at]: copy for at, copy in group})
-        here = own()
-        if here is None:
+        local = local_segment()
+        if local is None:
             return {}
-        node_id = here.info.node_id
+        node_id = local.info.node_id
         by_size: dict[int, list[int]] = {}
         bytes_from = Counter[str]()
         for index in sorted(ready):
@@ -122,38 +122,38 @@ class Fetcher:
                 for i, slot in zip(indices, given.slots, strict=True)
                 if slot is not None
             ]
-            here = own()  # another incarnation may have been attached
-            if wanted and here is not None:
-                bytes_from.update(self._pull(here, wanted, terms))
+            local = local_segment()  # another incarnation may have been attached
+            if wanted and local is not None:
+                bytes_from.update(self._pull(local, wanted, terms))
         return dict(bytes_from)
 
     def _pull(
-        self, own: OwnSegment, wanted: Sequence[tuple[bytes, Slot, Copy]], terms: LeaseTerms
+        self, local: LocalSegment, wanted: Sequence[tuple[bytes, Slot, Copy]], terms: LeaseTerms
     ) -> Counter[str]:
         wants = []
         for key, slot, copy in wanted:
-            span = ByteSpan(own.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
+            span = ByteSpan(local.shape.slot_offset_bytes(slot.slot), copy.size_bytes)
             if copy.checksum:
-                wants.append(Want(copy, 0, (own.view, span), (copy.checksum,), self._layers, []))
+                wants.append(Want(copy, 0, (local.view, span), (copy.checksum,), self._layers, []))
             else:
                 # A block that was stored without a checksum gets one here. The lease on the source
                 # slot may have expired during the read, so the reader then checks that header.
-                wants.append(Want(copy, 0, (own.view, span), (), key=key))
+                wants.append(Want(copy, 0, (local.view, span), (), key=key))
         arrived = self._reader.read(wants, terms.until_s - time.monotonic())
         rows, bytes_from = [], Counter[str]()
         for (key, slot, copy), want, is_here in zip(wanted, wants, arrived, strict=True):
             if is_here:
-                digest = copy.checksum or own.checksum(slot.slot, copy.size_bytes)
+                digest = copy.checksum or local.checksum(slot.slot, copy.size_bytes)
                 packed = want.digests[0] if want.digests else b""
-                own.finish(key, slot, digest, copy.size_bytes, packed)
+                local.finish(key, slot, digest, copy.size_bytes, packed)
                 rows.append((key, slot.slot, slot.generation, digest))
                 bytes_from[copy.node_id] += copy.size_bytes
         if rows:
             self._directory.commit(
-                own.info.node_id, rows, terms.owner, terms.lease_s, epoch=wanted[0][1].epoch
+                local.info.node_id, rows, terms.owner, terms.lease_s, epoch=wanted[0][1].epoch
             )
         # slots that a late transfer may still write stay leased
-        late = {span.offset_bytes for span in self._pending_in(own.view)}
+        late = {span.offset_bytes for span in self._pending_in(local.view)}
         lost = [
             slot
             for (_, slot, _), want, is_here in zip(wanted, wants, arrived, strict=True)

@@ -114,8 +114,8 @@ class Getter:
             # unverified reads check that the slot still holds the requested block
             key = b"" if is_sure else request.keys[index]
             wants.append(Want(copy, request.offset_bytes, (target, span), checksums, key=key))
-        came = self._reader.read(wants, request.left_s, is_current)
-        for index, is_here in zip(chosen, came, strict=True):
+        arrived = self._reader.read(wants, request.left_s, is_current)
+        for index, is_here in zip(chosen, arrived, strict=True):
             request.arrived[index] = is_here
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mooncake_store.client.block_reader import HeaderReader
-from mooncake_store.client.fetcher import OwnSegment
+from mooncake_store.client.fetcher import LocalSegment
 from mooncake_store.errors import TransferFailed, TransferTimeout
 from mooncake_store.layout import STATE_READY, STATE_WRITING, KvLayout
 from mooncake_store.memory.buffers import ByteArray, copy_and_sum
@@ -142,7 +142,7 @@ class LayerWriter:
         try:
             if isinstance(node.transport, MappedTransport):
                 with node.transport.owned(node.info) as view:
-                    memory = OwnSegment(node.info, view, node.shape)
+                    memory = LocalSegment(node.info, view, node.shape)
                     return [memory.finish_begun(*block, size_bytes) for block in blocks]
             begun = self._begun(node, [slot for _, slot, _ in blocks])
             pieces: list[tuple[int, bytes]] = []  # offset in the segment, bytes
@@ -198,9 +198,7 @@ class LayerWriter:
             if header is not None
             and (header.state, header.generation) == (STATE_WRITING, slot.generation)
             else None
-            for header, slot in zip(
-                self._headers.read_all(copies, must_come=True), slots, strict=True
-            )
+            for header, slot in zip(self._headers.read_all(copies, raises=True), slots, strict=True)
         ]
 
     def _access(self, node_id: str) -> NodeAccess:

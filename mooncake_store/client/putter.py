@@ -122,14 +122,14 @@ class Putter:
         the block itself if that client fails. After a StoreError some blocks may be stored."""
         until_s = time.monotonic() + deadline_s
         done = self._put_reserved(node_id, keys, sources, deadline_s)
-        left = [at for at, is_there in enumerate(done) if is_there is None]
+        left = [at for at, is_stored in enumerate(done) if is_stored is None]
         if left:
             chosen = [keys[at] for at in left], [sources[at] for at in left]
-            for at, is_there in zip(
-                left, self._put_asked(node_id, *chosen, owner, until_s), strict=True
+            for at, is_stored in zip(
+                left, self._put_allocated(node_id, *chosen, owner, until_s), strict=True
             ):
-                done[at] = is_there
-        return [bool(is_there) for is_there in done]
+                done[at] = is_stored
+        return [bool(is_stored) for is_stored in done]
 
     def _put_reserved(
         self, node_id: str, keys: Sequence[bytes], sources: Sequence[ByteArray], deadline_s: float
@@ -155,16 +155,16 @@ class Putter:
             verdicts = self._reserved.commit(taken, rows)
         except (EpochPassed, WriteGivenUp) as error:
             log.warning("put on node_id=%s: %s", node_id, error)
-            self._reserved.failed(taken)
+            self._reserved.drop_failed(taken)
             return [None] * len(keys)
         except TransferFailed as error:
             log.warning("put on node_id=%s: %s", node_id, error)
-            self._reserved.failed(taken)
+            self._reserved.drop_failed(taken)
             if not isinstance(error, TransferTimeout):
                 self._nodes.mark_bad(info)
             return [False] * len(keys)
         except BaseException:
-            self._reserved.failed(taken)
+            self._reserved.drop_failed(taken)
             raise
         return [None if verdict == REFUSED else True for verdict in verdicts]
 
@@ -178,7 +178,7 @@ class Putter:
             self._mark(info, size_bytes, uses, LEASE_S, taken.mark_until_s)
         except (TransferTimeout, WriteGivenUp) as error:
             log.warning("marks on node_id=%s: %s", info.node_id, error)
-            self._reserved.unmarked(taken)
+            self._reserved.drop_late_marks(taken)
 
     def _mark(
         self, info: NodeInfo, size_bytes: int, uses: Sequence[Use], lease_s: float, until_s: float
@@ -197,7 +197,7 @@ class Putter:
         else:
             self._put_headers(node, headers, until_s)
 
-    def _put_asked(
+    def _put_allocated(
         self,
         node_id: str,
         keys: Sequence[bytes],
@@ -249,19 +249,19 @@ class Putter:
         done: list[bool | None] = [False] * len(keys)
         try:
             if any(given.slots):
-                self._reserved.asked(info, sources[0].nbytes, len(keys))
-                self._fill_asked(info, given, keys, sources, owner, deadline_s, done)
+                self._reserved.note_allocate_put(info, sources[0].nbytes, len(keys))
+                self._fill_allocated(info, given, keys, sources, owner, deadline_s, done)
         finally:
             # end the leases on blocks that were stored already
             if None in given.slots:
                 self._directory.release_later(owner)
-        others = [at for at, slot in enumerate(given.slots[: given.covered]) if slot is None]
-        found = self._directory.exist([keys[at] for at in others]) if others else []
-        for at, is_there in zip(others, found, strict=True):
-            done[at] = is_there or None
+        unallocated = [at for at, slot in enumerate(given.slots[: given.covered]) if slot is None]
+        found = self._directory.exist([keys[at] for at in unallocated]) if unallocated else []
+        for at, is_stored in zip(unallocated, found, strict=True):
+            done[at] = is_stored or None
         return done
 
-    def _fill_asked(
+    def _fill_allocated(
         self,
         info: NodeInfo,
         given: Allocation,

@@ -62,14 +62,14 @@ class Replicas:
         done = []
         found = self._directory.lookup(keys, owner, 0.0, prefix_only=False)
         for key, copies in zip(keys, found, strict=True):
-            there = {copy.node_id for copy in copies}
-            is_done = bool(there) and there.issuperset(add)
-            meant = there.intersection(drop) if is_done else set()
-            if meant and there == meant:
+            holders = {copy.node_id for copy in copies}
+            is_done = bool(holders) and holders.issuperset(add)
+            to_drop = holders.intersection(drop) if is_done else set()
+            if to_drop and holders == to_drop:
                 is_done = False  # the last copy
-            elif meant:
-                gone = [self._directory.remove([key], node_id)[0] for node_id in sorted(meant)]
-                is_done = all(gone)
+            elif to_drop:
+                removed = [self._directory.remove([key], node_id)[0] for node_id in sorted(to_drop)]
+                is_done = all(removed)
             done.append(is_done)
         return done
 
@@ -135,9 +135,9 @@ class Replicas:
             for target, part in by_target.items():
                 if target:
                     self._pull(part, infos[target], owner, until_s)
-            still = {key for key, _ in self._directory.blocks_on(node_id, DRAIN_BLOCKS, True)}
-            gone = sum(key not in still for key in chosen)
-            moved, is_moving = moved + gone, gone > 0
+            remaining = {key for key, _ in self._directory.blocks_on(node_id, DRAIN_BLOCKS, True)}
+            evacuated = sum(key not in remaining for key in chosen)
+            moved, is_moving = moved + evacuated, evacuated > 0
         return len(self._directory.blocks_on(node_id, DRAIN_BLOCKS, only_here=True))
 
 

@@ -71,14 +71,14 @@ class Reserve:
     begin_s: float = 0.0  # s after a request in which no other directory leads; 0: no elections
     until_s: float = 0.0  # end of the lease by CLOCK_BOOTTIME, counted from the time of the request
     used_s: float = 0.0  # time of the last put, by CLOCK_BOOTTIME
-    wished: int = 0  # slots to hold, in all three states together
+    target_slots: int = 0  # slots to hold, in all three states together
     # each with the time of its request, by CLOCK_BOOTTIME
     raw: list[tuple[Use, float]] = field(default_factory=list)
     marking: int = 0  # raw slots that some thread is marking now
     marked: list[Use] = field(default_factory=list)
     ready: list[Use] = field(default_factory=list)
     late: list[Use] = field(default_factory=list)  # raw for too long: to be released
-    most: int = BLOCKS_MAX  # slots that the directory allows this reserve; from its last reply
+    slots_max: int = BLOCKS_MAX  # slots that the directory allows this reserve; from its last reply
     puts: int = 0  # puts in progress that took slots from this reserve
     is_dropped: bool = False  # no put takes slots from it any more
     waiting: list[_Commit] = field(default_factory=list)  # commits for the next message
@@ -87,7 +87,7 @@ class Reserve:
     @property
     def missing(self) -> int:
         """Number of slots to request from the directory."""
-        return max(0, self.wished - len(self.uses()) - self.marking)
+        return max(0, self.target_slots - len(self.uses()) - self.marking)
 
     def uses(self) -> list[Use]:
         return [*(use for use, _ in self.raw), *self.marked, *self.ready]
@@ -145,7 +145,7 @@ class ReservedSlots:
                 return None
             uses = reserve.ready[:count]
             del reserve.ready[:count]
-            reserve.used_s, reserve.wished = now_s, max(reserve.wished, 2 * count)
+            reserve.used_s, reserve.target_slots = now_s, max(reserve.target_slots, 2 * count)
             reserve.puts += 1
             raw, mark_until_s = self._take_raw(reserve, now_s)
             return Taken(reserve, uses, raw, [], mark_until_s)
@@ -165,13 +165,13 @@ class ReservedSlots:
     def commit(self, taken: Taken, rows: Sequence[Row]) -> Sequence[int]:
         """Commit the blocks written to `taken`, and confirm its marks. The verdict on each block is
         STORED, THERE or REFUSED (reservations.py). After a StoreError no block counts as stored,
-        and the caller must call `failed`."""
-        reserve, own = taken.reserve, _Commit(rows)
+        and the caller must call `drop_failed`."""
+        reserve, commit = taken.reserve, _Commit(rows)
         with self._lock:
             reserve.marked += taken.raw
             reserve.late += taken.late
             reserve.marking -= len(taken.raw) + len(taken.late)
-        verdicts = self._commit(reserve, own)
+        verdicts = self._commit(reserve, commit)
         if THERE in verdicts:
             with self._lock:
                 self._ask_first_s = boot_s() + ASK_FIRST_S
@@ -180,12 +180,12 @@ class ReservedSlots:
         self._ended(reserve)
         return verdicts
 
-    def unmarked(self, taken: Taken) -> None:
+    def drop_late_marks(self, taken: Taken) -> None:
         """Drop the reserve, because marks of `taken` may arrive late. Its slots are quarantined
         after the last put into them."""
         self._drop(taken.reserve)
 
-    def failed(self, taken: Taken) -> None:
+    def drop_failed(self, taken: Taken) -> None:
         """Drop the whole reserve, because the put will not commit `taken`."""
         self._drop(taken.reserve)
         self._ended(taken.reserve)
@@ -215,12 +215,12 @@ class ReservedSlots:
         """Quarantine the slots of a dropped reserve after its last put. Until then its lease
         protects them: a put may take longer than a quarantine."""
         with self._lock:
-            is_over = reserve.is_dropped and not reserve.puts and reserve.epoch
-        if is_over:
+            is_unused = reserve.is_dropped and not reserve.puts and reserve.epoch
+        if is_unused:
             with contextlib.suppress(StoreError):
                 self._directory.release_later(reserve.owner)
 
-    def asked(self, info: NodeInfo, size_bytes: int, count: int) -> None:
+    def note_allocate_put(self, info: NodeInfo, size_bytes: int, count: int) -> None:
         """Note a put that used `allocate`. Reserve slots if the last one was at most IDLE_S ago."""
         if not 0 < count <= BLOCKS_MAX or size_bytes > SIZE_BYTES_MAX:
             return
@@ -235,28 +235,28 @@ class ReservedSlots:
             reserve = self._reserves.get(key)
             if reserve is None or reserve.info.incarnation != info.incarnation:
                 reserve = self._reserves[key] = Reserve(info, size_bytes, next(self._names))
-            reserve.used_s, reserve.wished = now_s, max(reserve.wished, 2 * count)
+            reserve.used_s, reserve.target_slots = now_s, max(reserve.target_slots, 2 * count)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="reserve", daemon=True)
                 self._thread.start()
         self._wake.set()
 
-    def _commit(self, reserve: Reserve, own: _Commit) -> Sequence[int]:
+    def _commit(self, reserve: Reserve, commit: _Commit) -> Sequence[int]:
         """Commit, in one message with the commits of other threads that wait on this reserve."""
         with self._lock:
-            reserve.waiting.append(own)
+            reserve.waiting.append(commit)
         with reserve.turn:
-            if own.verdicts is None and own.error is None:
+            if commit.verdicts is None and commit.error is None:
                 self._send(reserve)
-        if own.error is not None:
-            raise own.error
-        assert own.verdicts is not None
-        return own.verdicts
+        if commit.error is not None:
+            raise commit.error
+        assert commit.verdicts is not None
+        return commit.verdicts
 
     def _send(self, reserve: Reserve) -> None:
         with self._lock:
             batch, reserve.waiting = reserve.waiting, []
-            wished = 0 if reserve.is_dropped else reserve.missing
+            requested = 0 if reserve.is_dropped else reserve.missing
             epoch, had_any = reserve.epoch, bool(reserve.uses() or reserve.marking)
             confirmed, reserve.marked = reserve.marked, []
         rows = [row for each in batch for row in each.rows]
@@ -267,7 +267,7 @@ class ReservedSlots:
                 rows,
                 reserve.owner,
                 reserve.size_bytes,
-                wished,
+                requested,
                 LEASE_S,
                 epoch,
                 self._tenant,
@@ -282,7 +282,7 @@ class ReservedSlots:
             raise
         with self._lock:
             reserve.epoch, reserve.begin_s = answer.epoch, answer.begin_s
-            reserve.until_s, reserve.most = asked_s + LEASE_S, answer.most
+            reserve.until_s, reserve.slots_max = asked_s + LEASE_S, answer.most
             if not reserve.is_dropped:
                 reserve.ready += confirmed
                 reserve.raw += [(use, asked_s) for use in answer.slots]
@@ -309,7 +309,7 @@ class ReservedSlots:
                 reserves = list(self._reserves.values())
             for reserve in reserves if not self._is_closed else ():
                 try:
-                    self._look_after(reserve)
+                    self._maintain(reserve)
                 except StoreUnavailable:
                     self._drop(reserve)
                 except StoreError as error:
@@ -319,13 +319,13 @@ class ReservedSlots:
                     log.exception("reserving on node_id=%s failed", reserve.info.node_id)
                     self._drop(reserve)
 
-    def _look_after(self, reserve: Reserve) -> None:
+    def _maintain(self, reserve: Reserve) -> None:
         now_s = boot_s()
         if now_s > reserve.used_s + IDLE_S:
             self._drop(reserve, are_idle=True)
             return
         with self._lock:
-            surplus = max(0, len(reserve.uses()) - reserve.most)
+            surplus = max(0, len(reserve.uses()) - reserve.slots_max)
             given_back = [*reserve.late, *reserve.ready[:surplus]]
             reserve.late = []
             del reserve.ready[:surplus]

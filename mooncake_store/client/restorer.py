@@ -60,19 +60,19 @@ class Restorer:
             client = before if before and is_same else NodeClient(node.control)
             self._clients[node.node_id] = client
             self._users[client] += 1
-            is_over = before is not None and not is_same and not self._users[before]
-        if before is not None and is_over:
+            is_unused = before is not None and not is_same and not self._users[before]
+        if before is not None and is_unused:
             before.close()
         try:
             yield client
         finally:
             with self._lock:
                 self._users[client] -= 1
-                is_over = not self._users[client]
-                if is_over:
+                is_unused = not self._users[client]
+                if is_unused:
                     del self._users[client]
-                is_over = is_over and self._clients.get(node.node_id) is not client
-            if is_over:
+                is_unused = is_unused and self._clients.get(node.node_id) is not client
+            if is_unused:
                 client.close()
 
     def restore(
@@ -99,9 +99,9 @@ class Restorer:
             with self.client(info) as client:
                 yield from self._load(client, node_id, todo, terms, epoch)
             covered = zip(indices[: given.covered], given.slots, strict=False)
-            others = [index for index, slot in covered if slot is None]
-            if others:
-                yield self._await_others(node_id, keys, others, terms)
+            awaited = [index for index, slot in covered if slot is None]
+            if awaited:
+                yield self._await_others(node_id, keys, awaited, terms)
 
     def _allocate(
         self, node_id: str, keys: list[bytes], size_bytes: int, terms: LeaseTerms
@@ -126,18 +126,18 @@ class Restorer:
     ) -> Iterator[list[tuple[int, Copy]]]:
         groups = _grouped(todo)
         loaded: Group = []
-        coming = self._begin(client, groups, 0, terms.until_s, epoch)
+        loading = self._begin(client, groups, 0, terms.until_s, epoch)
         try:
             for at, group in enumerate(groups):
-                assert coming is not None
-                whole = coming.result()
+                assert loading is not None
+                results = loading.result()
                 # start the next group only now: two at once would share the disk and both arrive
                 # late
-                coming = self._begin(client, groups, at + 1, terms.until_s, epoch)
-                if whole is None:
+                loading = self._begin(client, groups, at + 1, terms.until_s, epoch)
+                if results is None:
                     continue  # bytes may still arrive, so the lease on those slots must expire
-                arrived = [each for each, is_whole in zip(group, whole, strict=True) if is_whole]
-                failed = [each for each, is_whole in zip(group, whole, strict=True) if not is_whole]
+                arrived = [each for each, is_done in zip(group, results, strict=True) if is_done]
+                failed = [each for each, is_done in zip(group, results, strict=True) if not is_done]
                 if failed:
                     slots = [Slot(node_id, each.slot, each.generation) for _, each in failed]
                     self._directory.abandon(slots, terms.owner)
@@ -188,9 +188,9 @@ class Restorer:
                 chosen, terms.owner, terms.lease_s, prefix_only=False
             )
             for index, copies in zip(missing, looked_up, strict=True):
-                here = [copy for copy in copies if copy.node_id == node_id]
-                if here:
-                    found[index] = here[0]
+                on_node = [copy for copy in copies if copy.node_id == node_id]
+                if on_node:
+                    found[index] = on_node[0]
             if len(found) < len(indices):
                 time.sleep(ANOTHERS_POLL_S)
         return list(found.items())

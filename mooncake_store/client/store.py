@@ -36,7 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader, Want
-from mooncake_store.client.fetcher import Fetcher, OwnSegment
+from mooncake_store.client.fetcher import Fetcher, LocalSegment
 from mooncake_store.client.in_place import (
     NOTHING_PLACED,
     PlacedBlock,
@@ -77,17 +77,17 @@ LATE_SLOTS_MAX = 65_536  # remembered slots to which an earlier transfer may sti
 
 
 @dataclass(slots=True)
-class _Own:
+class LocalNode:
     """One incarnation of the local node: its record, the layout of its slots, its mapped memory."""
 
     info: NodeInfo
     shape: Geometry
     segment: Segment
 
-    def now(self) -> OwnSegment | None:
+    def mapped(self) -> LocalSegment | None:
         """The segment, mapped as long as the result is referenced. None: the node is dead."""
         view = self.segment.view_if_open()
-        return None if view is None else OwnSegment(self.info, view, self.shape)
+        return None if view is None else LocalSegment(self.info, view, self.shape)
 
 
 class Store:
@@ -130,13 +130,13 @@ class Store:
         )
         self._layer_writer = LayerWriter(self._nodes, self._headers, scratch, layout)
         try:
-            self._own = self._attach(None)
+            self._local = self._attach(None)
         except BaseException:
             self._nodes.close()
             raise
         self._probe = Probe(self._nodes)
 
-    def _attach(self, before: _Own | None) -> _Own:
+    def _attach(self, before: LocalNode | None) -> LocalNode:
         """Attach to the local node (a condition for `allocate`) and map its segment. Raises
         NodeUnknown, TransferFailed or LayoutMismatch."""
         self._nodes.refresh()
@@ -158,22 +158,22 @@ class Store:
             )
         segment = self._nodes.mapped.segment(info)
         if before is not None and before.segment is segment:  # only the directory restarted
-            return _Own(info, shape, segment)
+            return LocalNode(info, shape, segment)
         view = segment.view_if_open()
         if view is None:
             raise NodeUnknown(f"storage node {self.node_id} died a moment ago")
         self._nodes.register(view)
-        return _Own(info, shape, segment)
+        return LocalNode(info, shape, segment)
 
-    def _attach_again(self, before: _Own) -> None:
+    def _attach_again(self, before: LocalNode) -> None:
         """Attach again, after the local node or the directory has restarted."""
         with self._attaching:
-            if self._own is not before:
+            if self._local is not before:
                 return  # another thread did it
-            self._own = self._attach(before)
+            self._local = self._attach(before)
             log.warning("node_id=%s attached again", self.node_id)
 
-    def _map_next_incarnation(self, before: _Own) -> None:
+    def _map_next_incarnation(self, before: LocalNode) -> None:
         """Attach to the restarted local node. TransferFailed: it has not registered yet."""
         try:
             self._attach_again(before)
@@ -214,7 +214,7 @@ class Store:
         layout. TransferFailed: the node has died and not restarted. StoreFull: too many leases."""
         size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
-            own = self._own
+            local = self._local
             try:
                 given = self._directory.allocate(
                     self.node_id, keys, owner, lease_s, ephemeral, size_bytes, tenant
@@ -224,19 +224,19 @@ class Store:
                 break
             except NodeUnknown:
                 try:
-                    self._attach_again(own)
+                    self._attach_again(local)
                 except (NodeUnknown, TransferFailed, LayoutMismatch) as error:
                     log.warning("node_id=%s cannot store: %s", self.node_id, error)
                     break
                 continue
             # another thread may be attaching to the incarnation that granted these slots
             with self._attaching:
-                own = self._own
-            if not own.segment.is_owner_alive():
+                local = self._local
+            if not local.segment.is_owner_alive():
                 # Either another worker has attached to the node's next incarnation, which granted
                 # these slots. Or the node has died and the directory still lists it.
                 self.abandon([slot for slot in given.slots if slot is not None], owner)
-                self._map_next_incarnation(own)
+                self._map_next_incarnation(local)
                 continue
             # Check before the headers are written, and again afterwards: a late writer would
             # overwrite headers of slots that have been granted to another owner.
@@ -244,13 +244,13 @@ class Store:
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is None or not is_ours:
                     continue
-                if (here := own.now()) is not None:
-                    is_ours = here.begin(key, slot, size_bytes, lease_s, ephemeral)
+                if (mapped := local.mapped()) is not None:
+                    is_ours = mapped.begin(key, slot, size_bytes, lease_s, ephemeral)
             if is_ours and self._directory.may_write(given, owner, lease_s):
                 self._late.extend(given.slots[at] for at in given.late)
                 return given
         else:
-            self._check_alive(self._own)
+            self._check_alive(self._local)
         return Allocation((None,) * len(keys), 0)
 
     def write(
@@ -291,10 +291,10 @@ class Store:
 
     def _copy_layers(self, writes: Sequence[LayerWrite]) -> list[tuple[int, ...] | None]:
         """Copy into the local segment, which is mapped for writes in every transport mode."""
-        own = self._own
-        here = own.now()
-        done = None if here is None else self._layer_writer.copy(here, writes)
-        self._check_alive(own)
+        local = self._local
+        mapped = local.mapped()
+        done = None if mapped is None else self._layer_writer.copy(mapped, writes)
+        self._check_alive(local)
         return done or [None] * len(writes)
 
     def commit(self, blocks: Sequence[WrittenBlock], owner: str, lease_s: float) -> list[bool]:
@@ -323,10 +323,10 @@ class Store:
         if len(epochs) > 1:
             return [False] * len(blocks)
         if node_id == self.node_id:
-            own, size_bytes = self._own, self.layout.block_bytes
-            here = own.now()
-            done = [here is not None and here.finish_begun(*each, size_bytes) for each in blocks]
-            self._check_alive(own)
+            local, size_bytes = self._local, self.layout.block_bytes
+            mapped = local.mapped()
+            done = [mapped is not None and mapped.finish_begun(*one, size_bytes) for one in blocks]
+            self._check_alive(local)
         else:
             done = self._layer_writer.finish(node_id, blocks)
         ours = [index for index, is_ours in enumerate(done) if is_ours]
@@ -340,10 +340,10 @@ class Store:
                 done[index] = is_ready
         return done
 
-    def _check_alive(self, own: _Own) -> None:
+    def _check_alive(self, local: LocalNode) -> None:
         """Raise TransferFailed if the local node has died. Its memory stays writable while mapped,
         and the directory still lists its blocks for some seconds, but they are lost."""
-        if not own.segment.is_owner_alive():
+        if not local.segment.is_owner_alive():
             raise TransferFailed(f"storage node {self.node_id} has died; its blocks are lost")
 
     def abandon(self, slots: Sequence[Slot], owner: str) -> None:
@@ -387,37 +387,37 @@ class Store:
         digests = self._digests(copies, layers, checksums)
         single: dict[int, Want] = {}
         for index, (copy, offset) in enumerate(zip(copies, offsets_bytes, strict=True)):
-            promised = digests[index]
-            if promised is not None:
+            expected = digests[index]
+            if expected is not None:
                 target = (buffer, ByteSpan(offset + skip_bytes, part.length_bytes))
-                single[index] = Want(copy, part.offset_bytes, target, promised)
+                single[index] = Want(copy, part.offset_bytes, target, expected)
         arrived = self._reader.read(list(single.values()), deadline_s)
         is_here = dict(zip(single, arrived, strict=True))
         return [is_here.get(index, False) for index in range(len(copies))]
 
     @property
-    def own_segment(self) -> NodeInfo | None:
+    def mapped_node(self) -> NodeInfo | None:
         """The local node; None if it died, or if this transport mode does not read it mapped."""
-        own = self._own
-        is_mapped = isinstance(self._nodes.transport(own.info), MappedTransport)
-        return own.info if is_mapped and own.segment.is_owner_alive() else None
+        local = self._local
+        is_mapped = isinstance(self._nodes.transport(local.info), MappedTransport)
+        return local.info if is_mapped and local.segment.is_owner_alive() else None
 
     def verify_in_place(self, copies: Sequence[Copy], deadline_s: float) -> PlacedBlocks:
         """Verify local blocks in the segment, without a copy. The reader must lease them. None: the
-        block is corrupt, remote or not verified in time. NOTHING_PLACED without `own_segment`."""
+        block is corrupt, remote or not verified in time. NOTHING_PLACED without `mapped_node`."""
         started_s = time.monotonic()
-        node = self._nodes.access_to(info) if (info := self.own_segment) else None
+        node = self._nodes.access_to(info) if (info := self.mapped_node) else None
         if node is None or not isinstance(node.transport, MappedTransport):
             return NOTHING_PLACED
-        here = [copy for copy in copies if copy.node_id == self.node_id]
+        local = [copy for copy in copies if copy.node_id == self.node_id]
         try:
             with node.transport.owned(node.info) as view:
                 found = placed_blocks(
-                    view, node.shape, here, self.layout.layers, started_s + deadline_s
+                    view, node.shape, local, self.layout.layers, started_s + deadline_s
                 )
         except TransferFailed:
             return NOTHING_PLACED
-        node.transport.note(True, sum(copy.size_bytes for copy in here), started_s)
+        node.transport.note(True, sum(copy.size_bytes for copy in local), started_s)
         placed = iter(found)
         return PlacedBlocks(
             node.info.incarnation,
@@ -427,31 +427,31 @@ class Store:
     def is_in_place(self, incarnation: str, block: PlacedBlock) -> bool:
         """False if a writer has begun to refill the block's slot. True once the node has died:
         slots of its memory are not granted again."""
-        own = self._own
-        view = own.segment.view_if_open()
-        return own.info.incarnation != incarnation or view is None or is_still(view, block)
+        local = self._local
+        view = local.segment.view_if_open()
+        return local.info.incarnation != incarnation or view is None or is_still(view, block)
 
     def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks:
         """Where another process of this host may fill local slots that `allocate` granted. None: an
         earlier transfer may still write to the slot, so a digest of its memory proves nothing."""
-        own, late = self._own, set(self._late)
-        blocks = begun_blocks(own.shape, slots, self.layout.block_bytes)
+        local, late = self._local, set(self._late)
+        blocks = begun_blocks(local.shape, slots, self.layout.block_bytes)
         safe = [at if slot not in late else None for slot, at in zip(slots, blocks, strict=True)]
-        return PlacedBlocks(own.info.incarnation, safe)
+        return PlacedBlocks(local.info.incarnation, safe)
 
     def digest(self, slots: Sequence[Slot]) -> list[tuple[int, ...] | None]:
         """The digests, as from `write`, of local slots that another process has filled completely
         in place."""
-        own = self._own
-        here, layout = own.now(), self.layout
-        done = here and digests_in_place(here, slots, layout.block_bytes, layout.layers)
-        self._check_alive(own)
+        local = self._local
+        mapped, layout = local.mapped(), self.layout
+        done = mapped and digests_in_place(mapped, slots, layout.block_bytes, layout.layers)
+        self._check_alive(local)
         return done or [None] * len(slots)
 
     @property
     def keeps_digests(self) -> bool:
         """True if blocks of this layout have room for the digests of their layers."""
-        return self._own.shape.digests(0, self.layout.block_bytes, self.layout.layers) is not None
+        return self._local.shape.digests(0, self.layout.block_bytes, self.layout.layers) is not None
 
     def layer_digests(self, copies: Sequence[Copy]) -> list[tuple[int, ...] | None]:
         """Digests of the layers in this worker's pages, for layer-wise reads. None: a miss."""
@@ -505,7 +505,7 @@ class Store:
         `copies[i]` may be local already. Then leases the prefix of `keys` that has copies to
         `owner`. Errors as `allocate`."""
         terms = LeaseTerms(owner, lease_s, time.monotonic() + deadline_s)
-        bytes_from = self._fetcher.fetch(lambda: self._own.now(), keys, copies, terms)
+        bytes_from = self._fetcher.fetch(lambda: self._local.mapped(), keys, copies, terms)
         found = self._directory.lookup(keys, owner, lease_s)
         local = [any(copy.node_id == self.node_id for copy in copies) for copies in found]
         return Fetched(local.index(False) if False in local else len(local), bytes_from)

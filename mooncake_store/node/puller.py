@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 
 from mooncake_store.client.block_reader import BlockReader, HeaderReader
-from mooncake_store.client.fetcher import Fetcher, OwnSegment
+from mooncake_store.client.fetcher import Fetcher, LocalSegment
 from mooncake_store.client.restorer import LeaseTerms, Restorer
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import NodeUnknown, QuotaExceeded, StoreError
@@ -36,7 +36,7 @@ class Puller:
 
     def __init__(self, info: NodeInfo, memory: SlotMemory, directory: DirectoryClient) -> None:
         self.blocks = 0  # number of blocks pulled so far
-        self._own = OwnSegment(info, memory.view, memory.shape)
+        self._local = LocalSegment(info, memory.view, memory.shape)
         self._directory = directory
         self._mode = "auto" if info.agent_name or info.data_address else "mapped"
         self._lock = threading.Lock()
@@ -59,29 +59,29 @@ class Puller:
 
         reader = BlockReader(nodes, on_bad_copy, headers=headers)
         fetcher = Fetcher(self._directory, reader, restorer, self._allocate, nodes.pending_in)
-        owner = f"fetch {self._own.info.incarnation} {next(self._numbers)}"
+        owner = f"fetch {self._local.info.incarnation} {next(self._numbers)}"
         left_s = max(0.001, until_s - time.monotonic())
         terms = LeaseTerms(owner, left_s + LEASE_MARGIN_S, until_s)
         try:
-            before = self._here(keys, owner)
-            fetcher.fetch(lambda: self._own, keys, copies, terms)
-            here = self._here(keys, owner)
+            before = self._on_this_node(keys, owner)
+            fetcher.fetch(lambda: self._local, keys, copies, terms)
+            after = self._on_this_node(keys, owner)
         finally:
             with contextlib.suppress(StoreError):  # without a release, the leases expire
                 self._directory.release(owner)
-        self.blocks += here.count(True) - before.count(True)
-        return here
+        self.blocks += after.count(True) - before.count(True)
+        return after
 
-    def _here(self, keys: Sequence[bytes], owner: str) -> list[bool]:
+    def _on_this_node(self, keys: Sequence[bytes], owner: str) -> list[bool]:
         found = self._directory.lookup(keys, owner, 0.0, prefix_only=False)
-        node_id = self._own.info.node_id
+        node_id = self._local.info.node_id
         return [any(copy.node_id == node_id for copy in copies) for copies in found]
 
     def _open(self) -> tuple[KnownNodes, Restorer, HeaderReader]:
         with self._lock:
             if self._opened is None:
-                nodes = KnownNodes(self._directory, self._own.info.node_id, self._mode)
-                nodes.register(self._own.view)
+                nodes = KnownNodes(self._directory, self._local.info.node_id, self._mode)
+                nodes.register(self._local.view)
                 restorer = Restorer(self._directory, nodes)
                 self._opened = nodes, restorer, HeaderReader(nodes, Scratch(nodes))
             return self._opened
@@ -89,7 +89,7 @@ class Puller:
     def _allocate(
         self, keys: Sequence[bytes], owner: str, lease_s: float, size_bytes: int
     ) -> Allocation:
-        node_id = self._own.info.node_id
+        node_id = self._local.info.node_id
 
         def ask() -> Allocation:
             return self._directory.allocate(node_id, keys, owner, lease_s, size_bytes=size_bytes)
@@ -106,7 +106,7 @@ class Puller:
         is_ours = self._directory.may_write(given, owner, lease_s)
         for key, slot in zip(keys, given.slots, strict=True):
             if slot is not None and is_ours:
-                is_ours = self._own.begin(key, slot, size_bytes, lease_s)
+                is_ours = self._local.begin(key, slot, size_bytes, lease_s)
         if not is_ours or not self._directory.may_write(given, owner, lease_s):
             return Allocation((None,) * len(keys), 0)
         return given

@@ -81,7 +81,7 @@ def a_token_is_sent_again_after_a_loss(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_read_is_not_verified(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Want, "is_whole", lambda self: True)
+    patch.setattr(Want, "is_verified", lambda self: True)
 
 
 def a_pull_takes_what_lies_in_the_slot(patch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ class Regions:
 
     def look(self) -> None:
         """At the own node: map what is new, let go of what nobody needs. Every turn."""
-        now = self._store.own_segment
+        now = self._store.mapped_node
         try:
             with self._lock:
                 self._change_to(now)

@@ -185,7 +185,7 @@ def test_a_hand_over_whose_lease_ran_out_before_its_request_came_ends_that_reque
 
     def late(job: Any) -> None:
         assert len(placed._slots) >= 12
-        view = pair.decode.process.store._own.segment.view
+        view = pair.decode.process.store._local.segment.view
         for slot in list(placed._slots.values()):
             first = slot.block.headers_offset_bytes
             view[first : first + len(slot.block.first)] = 0xEE

@@ -145,7 +145,7 @@ class FarNode:
 
     def corrupt(self, ids: list[int], block: int, layer: int) -> None:
         store = self.worker.process.store
-        start = store._own.shape.slot_offset_bytes(self.copy_of(ids, block).slot)
+        start = store._local.shape.slot_offset_bytes(self.copy_of(ids, block).slot)
         self.node.segment.view[start + store.layout.layer_offset_bytes(layer)] ^= 0xFF
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def test_whole_blocks_of_the_own_node_are_named_with_their_places(world: World) 
     for key, block in zip(keys, blocks, strict=False):
         assert block is not None and is_still(view, block)
         assert (view[block.offset_bytes : block.offset_bytes + BLOCK] == content(key)).all()
-    assert store.own_segment == world.nodes["s0"].info
+    assert store.mapped_node == world.nodes["s0"].info
 
 
 @pytest.mark.parametrize("what", ["payload", "generation", "checksum", "late", "unverifiable"])
@@ -97,7 +97,7 @@ def test_nothing_is_named_in_the_memory_of_a_dead_node(world: World) -> None:
     _, copies = held(world)
     store = world.stores[0]
     world.nodes["s0"].kill()
-    assert store.own_segment is None
+    assert store.mapped_node is None
     assert not any(store.verify_in_place(copies, DEADLINE_S).blocks)
     with pytest.raises(NodeUnknown):
         world.directory.deregister_node("s0", world.nodes["s0"].info.incarnation)
@@ -131,7 +131,7 @@ def test_block_of_an_unmapped_dead_node_counts_as_unchanged(world: World) -> Non
     assert block is not None
     world.nodes["s0"].kill()
     store._nodes.mapped.drop_dead()
-    assert store._own.segment.view_if_open() is None
+    assert store._local.segment.view_if_open() is None
     assert store.is_in_place(incarnation, block)
 
 

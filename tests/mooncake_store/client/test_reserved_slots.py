@@ -458,7 +458,7 @@ def raw_store(
     with StoreClient(doomed.address, *WAYS[request.param]) as store:
         reserve = get_ready(store, 2 * COUNT)
         with reserved(store)._lock:
-            monkeypatch.setattr(ReservedSlots, "_look_after", lambda *_: None)
+            monkeypatch.setattr(ReservedSlots, "_maintain", lambda *_: None)
         assert store.put(*blocks(), NODE) == [True] * COUNT
         assert reserve.raw and len(reserve.ready) >= COUNT
         yield store
@@ -508,7 +508,7 @@ def test_a_mark_that_takes_too_long_costs_the_reserve_and_not_the_put(
     with StoreClient(doomed.address, *WAYS["tcp"]) as store:
         reserve = get_ready(store, 2 * COUNT)
         with reserved(store)._lock:
-            monkeypatch.setattr(ReservedSlots, "_look_after", lambda *_: None)
+            monkeypatch.setattr(ReservedSlots, "_maintain", lambda *_: None)
         assert store.put(*blocks(), NODE) == [True] * COUNT
         node = store.nodes.access(NODE)
         assert node is not None and reserve.raw

@@ -258,7 +258,7 @@ def test_a_restarted_directory_costs_the_blocks_but_not_the_mapping(
     put(store, keys)
     [slot, *_] = store.allocate(keys_of(1, seed + 1), "writer", 60.0).slots
     assert slot is not None
-    segment = store._own.segment
+    segment = store._local.segment
     mapped.directory.directory = Directory(epoch=2)
     for node in mapped.nodes.values():
         mapped.directory.up(node.info)
@@ -266,7 +266,7 @@ def test_a_restarted_directory_costs_the_blocks_but_not_the_mapping(
     put(store, keys)
     copies = choose(store.lookup(keys, "reader", 60.0), "s0")
     assert all(store.read(copies, pool, [0, BLOCK, 2 * BLOCK], DEADLINE_S))
-    assert store._own.segment is segment, "mapped once more for nothing"
+    assert store._local.segment is segment, "mapped once more for nothing"
     row = (keys[0], slot, [1] * LAYOUT.layers)
     assert store.commit([row], "writer", 60.0) == [False], "of an earlier epoch"
 

@@ -92,9 +92,9 @@ def test_a_view_in_use_keeps_its_memory_until_it_is_dropped(
     node = site.nodes["s0"]
     [slot] = store.allocate([b"a" * 16], "writer", 60.0).slots
     assert slot is not None
-    views = [store._own.segment.view[-LAYOUT.block_bytes :]]
+    views = [store._local.segment.view[-LAYOUT.block_bytes :]]
     node.end(signal.SIGKILL)
-    until(lambda: store._own.now() is None, "the worker to let go")
+    until(lambda: store._local.mapped() is None, "the worker to let go")
     assert is_mapped(node)
     views[0][:] = 7
     assert (views[0] == 7).all()
