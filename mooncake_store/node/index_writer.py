@@ -1,14 +1,14 @@
 """Maintains the index replica of this host: applies the directory's events to a shared table.
 
 Several storage nodes of one host may belong to one directory. The node that first locks the table's
-file writes the table (index_table.py); the others retry the lock once a second.
+file writes the table (index_table.py). The other nodes retry the lock once a second.
 
-Blocks from before the first event are requested page by page, between the events, so each page
-occupies the directory only for milliseconds. Readers query the directory for blocks of later pages.
-After a missed event (a gap, another leader) the table is emptied and filled again.
+Blocks that were stored before the first event are loaded page by page, between the events, so each
+request occupies the directory only for milliseconds. Until a page is loaded, readers query the
+directory for its blocks. After a missed event or a new leader, the whole table is loaded again.
 
 One thread applies both pages and events. An event later than a page is therefore applied after the
-page, and an earlier event is already part of the page.
+page. The page already includes the effect of earlier events.
 
 The table lists copies in DRAM only. When all received events are applied, and the directory is not
 silent, the writer stamps the table with the time. Readers ignore a table with an old stamp.
@@ -38,16 +38,16 @@ from mooncake_store.records.events import (
 from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 
 log = logging.getLogger("mooncake_store.node")
-LOOK_S = 1.0  # seconds between attempts to lock the table
+LOOK_S = 1.0  # seconds between two attempts to lock the table
 PAGE_BLOCKS = 8_192  # blocks per page
-SILENT_S_MAX = 2.5  # silence that ends the stamping; the directory sends a heartbeat each second
+SILENT_S_MAX = 2.5  # after longer silence, no stamps; the directory sends a heartbeat each second
 
 
 class IndexWriter:
-    """Waits until no other node writes the table, then writes it until `close`. Has own threads."""
+    """Waits until no other node writes the table, then writes the table until `close`."""
 
     def __init__(self, info: NodeInfo, address: str, events_address: str) -> None:
-        """`address` and `events_address` of the directory."""
+        """`address`, `events_address`: the directory's, for requests and for its event stream."""
         self._info = info
         self._addresses = address, events_address
         self._directory = DirectoryClient(address)
@@ -76,11 +76,11 @@ class IndexWriter:
             except (StoreError, OSError) as error:
                 if str(error) != why:
                     why = str(error)
-                    log.info("node_id=%s writes no index replica: %s", self._info.node_id, why)
+                    log.info("node_id=%s waits for the index replica: %s", self._info.node_id, why)
             self._stop.wait(LOOK_S)
         else:
             return
-        log.info("node_id=%s writes %s", self._info.node_id, self._info.index_path)
+        log.info("node_id=%s writes index replica %s", self._info.node_id, self._info.index_path)
         self._feed = EventFeed(*self._addresses, self._begin, self._apply, on_progress=self._stamp)
 
     # ---- in the feed's thread
@@ -111,7 +111,7 @@ class IndexWriter:
             self._table.put(key, copy, is_local)
 
     def _stamp(self, by_s: float) -> None:
-        """All events received by `by_s` (boot_clock.py) are applied: stamp, and load a page."""
+        """Stamp the table, because all events received by `by_s` are applied. Then load a page."""
         table, feed = self._table, self._feed
         if table is None or feed is None or feed.silent_s() > SILENT_S_MAX:
             return
@@ -124,7 +124,7 @@ class IndexWriter:
         try:
             page, is_last = self._directory.index_page(first, PAGE_BLOCKS)
         except StoreError as error:  # the feed itself detects a lost directory
-            log.debug("node_id=%s no page of the index: %s", self._info.node_id, error)
+            log.debug("node_id=%s cannot load a page: %s", self._info.node_id, error)
             return
         for key, copies in page:
             for copy in copies:

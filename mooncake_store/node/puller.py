@@ -1,8 +1,8 @@
 """Copies blocks of other nodes into this node on request (control verb `fetch`).
 
 The puller runs the client's read path (BlockReader, Fetcher) in a storage node. To replicate, move
-or drain blocks, the receiving node reads them one-sided, so the source node takes no part. The
-transports are opened at the first pull, so a node without pulls has no second NIXL agent.
+or drain blocks, a client requests that the receiving node reads them one-sided. The transports are
+opened at the first pull, so a node without pulls has no second NIXL agent.
 
 Not here: the transfer of a batch (fetcher.py), the decision to copy (replicas.py).
 """
@@ -28,7 +28,7 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.known_nodes import KnownNodes
 
 log = logging.getLogger("mooncake_store.node")
-LEASE_MARGIN_S = 10.0  # leases end this long after the deadline of the pull
+LEASE_MARGIN_S = 10.0  # seconds from the deadline of the pull to the end of its leases
 
 
 class Puller:
@@ -46,7 +46,7 @@ class Puller:
 
     @property
     def nodes(self) -> KnownNodes | None:
-        """The other nodes; None before the first pull."""
+        """The nodes from which blocks are pulled; None before the first pull."""
         return self._opened and self._opened[0]
 
     def pull(self, keys: Sequence[bytes], copies: Sequence[Copy], until_s: float) -> list[bool]:
@@ -101,7 +101,7 @@ class Puller:
                 self._directory.attach(node_id, "fetch", size_bytes)
                 given = ask()
         except QuotaExceeded as error:
-            log.info("node_id=%s accepts no further copies: %s", node_id, error)
+            log.info("node_id=%s pulls no further blocks: %s", node_id, error)
             return Allocation((None,) * len(keys), 0)
         is_ours = self._directory.may_write(given, owner, lease_s)
         for key, slot in zip(keys, given.slots, strict=True):
@@ -112,7 +112,7 @@ class Puller:
         return given
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the transports. Idempotent."""
         with self._lock:
             opened, self._opened = self._opened, None
         if opened is not None:
