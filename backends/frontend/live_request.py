@@ -188,7 +188,7 @@ class LiveRequest:
         try:
             self.state, actions = step(self.state, event)
         except Exception as error:  # Catch all: a bug ends one request, not the thread
-            log.exception("request %s: %s", self.request_id, event, extra=self._in_log)
+            log.exception("request %s: %s failed", self.request_id, event, extra=self._in_log)
             self.state, actions = step(self.state, events.Failed(error))
         for action in actions:
             try:

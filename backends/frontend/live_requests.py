@@ -65,8 +65,8 @@ class TenantCap:
         elif own >= slots:
             kind = "tenant_full"
             reason = (
-                f"tenant {tenant!r} has {own} requests in flight; one of {len(present)} tenants "
-                f"may have {slots} of {self._requests_max}"
+                f"tenant {tenant!r} has {own} requests in flight; while {len(present)} tenants are "
+                f"present, it may have at most {slots} of {self._requests_max}"
             )
         if kind:
             self._rejected_s.pop(tenant, None)  # so that the tenant is inserted as the newest

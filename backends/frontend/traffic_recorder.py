@@ -138,7 +138,7 @@ class TraceFiles:
             # Another recorder locked or deleted the new file before this recorder locked it.
             self._path.unlink(missing_ok=True)
             os.close(fd)
-        raise OSError(f"other recorders deleted each new file in {self._folder}")
+        raise OSError(f"other recorders locked or deleted each new file in {self._folder}")
 
     def _cut(self) -> None:
         """Cut off the partial line of a failed write."""

@@ -90,5 +90,5 @@ class UnreachedWorkers:
                 return  # a call has failed since this probe began, so the next probe decides
             if is_there:
                 self._cluster.worker_reached(*worker, is_reached=True)
-                log.warning("%s can be reached again", worker[0])
+                log.warning("this frontend can reach %s again", worker[0])
             del self._errors[worker]

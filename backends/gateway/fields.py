@@ -348,7 +348,7 @@ def _number(name: str, value: object) -> float:
     try:
         struct.pack("<f", value)
     except (OverflowError, struct.error):
-        raise bad_field(name, f"{name} is {shown(value)}; send a smaller number") from None
+        raise bad_field(name, f"{name} is {shown(value)}; send a 32-bit float") from None
     return float(value)
 
 

@@ -80,5 +80,5 @@ def check_is_gateway(
     named, proof = parameters.get(TENANT, ""), parameters.get(PROOF, "")
     if named != GATEWAY or not is_proven(GATEWAY, proof, secret, now_unix_s):
         raise Forbidden(
-            "with API keys only the gateway describes the cluster; send it an operator's key"
+            "with API keys only the gateway describes the cluster; send it a key of an operator"
         )
