@@ -54,7 +54,7 @@ HOT_PREFIXES_MAX = 8  # hot prefixes on status pages
 COPIES_WAITING_MAX = 16  # waiting suggestions of copies
 COPY_S_MAX = 5.0  # timeout of one copy, in seconds
 # The directory sends at least one message a second. While it is silent for longer than the first
-# and less than the second of these times, each tick extends the workers' report deadlines.
+# and less than the second of these times, ticks extend the deadlines of reports (report_s_max).
 DIRECTORY_SILENT_S, DIRECTORY_SILENT_S_MAX = 1.5, 10.0
 # A worker that a snapshot lacks is lost after this time in seconds, the default of worker_ttl_s.
 MISSING_S_MAX = 5.0

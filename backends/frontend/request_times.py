@@ -32,7 +32,7 @@ from backends.metrics.table import REASONS, TENANT_REASONS
 from backends.tracing.request_spans import Attribute
 from conductor.messages import Prediction
 
-TBT_LONGEST_SHARE = 0.1  # the longest intervals, whose mean is the TBT (FAST'25, section 5.1)
+TBT_LONGEST_SHARE = 0.1  # TBT: mean of this share of the longest intervals (FAST'25, section 5.1)
 MESSAGES_PER_FLUSH = 50  # messages after which a stream's intervals are added to the counters
 
 

@@ -328,7 +328,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Blocks that workers looked up, hand-overs included: found in DRAM, found only on "
                 "an SSD, or not found.", Label("result", ("dram", "ssd", "miss"))),
         counter("mooncake_store_spills_total", "blocks", (FRONTEND,),
-                "Cold blocks that the directory told nodes to copy to their SSDs."),
+                "Cold blocks for which the directory requested a copy on an SSD."),
         counter("mooncake_store_restored_blocks_total", "blocks", WORKERS,
                 "Blocks that nodes read back from SSD into DRAM for this worker."),
         counter("mooncake_store_bad_copies_total", "blocks", (FRONTEND,),

@@ -219,7 +219,7 @@ class NoteLoss(NamedTuple):
 
 
 class NoteFailed(NamedTuple):
-    """The conductor excludes this worker for failed_mark_s, or until a later report of it."""
+    """The conductor excludes this worker for failed_mark_s, or until a later report."""
 
     worker: WorkerId
 
@@ -242,7 +242,7 @@ class StopWorkers(NamedTuple):
     """Send Stop to both workers of the attempt, which then drop the attempt's state."""
 
     attempt: int
-    reason: str  # for the workers' logs and errors
+    reason: str  # why the frontend stops the attempt; workers do not use this text
 
 
 class CancelCall(NamedTuple):
