@@ -184,7 +184,7 @@ def test_a_node_restores_nothing_into_slots_of_an_earlier_epoch(
             assert node.load([restore], 5.0, slot.epoch) == [False]  # not there, but not refused
             epoch = site.change_leader()
             before = site.memory.header(slot.slot)
-            with pytest.raises(EpochPassed, match=f"belongs to epoch {epoch}"):
+            with pytest.raises(EpochPassed, match=f"registered with epoch {epoch}"):
                 node.load([restore], 5.0, slot.epoch)
             assert site.memory.header(slot.slot) == before
             assert node.load([restore], 5.0, epoch) == [False]
