@@ -1,7 +1,7 @@
 """Calls to prefill and decode workers, over their Tritons' gRPC endpoints: one stream per call.
 
-A request has two tensors: token ids, and a struct of workers/protocol.py as bytes. A reply has the
-same two. Each worker has its own Triton (docs/decisions/0017), whose address is in the directory.
+A request and a reply each have two tensors: token ids, and a struct of workers/protocol.py as
+bytes. Each worker has its own Triton (docs/decisions/0017), whose address is in the directory.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def parse(
         timeout_ms=options.timeout_ms,
     )
     for name in ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"):
-        reader.flag(name)  # checked only: these inputs have no effect
+        reader.flag(name)  # only the type is checked, because these inputs have no effect
     if reader.problems:
         raise InvalidRequest(reader.problems)
     return request
@@ -235,7 +235,7 @@ class _Options:
         self._reader = reader
         reader.note_some([_unknown(name) for name in parameters if not _is_known(name)])
         self.priority = self._integer("request_priority", PRIORITY_MAX)
-        self._text("id")  # checked only: the frontend makes its own ids
+        self._text("id")  # only the type is checked, because the frontend makes its own ids
         self.tenant = self._text("tenant")
         self._text("tenant_proof")  # only the type is checked: Frontend.submit verified the proof
         self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)

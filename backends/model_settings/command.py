@@ -244,8 +244,8 @@ def _wait_for_earlier_edits(
 ) -> None:
     """Wait until earlier edits of the same models are loaded or refused.
 
-    Otherwise their outcome could be mistaken for the outcome of this edit. The wait ends after
-    EARLIER_S_MAX, so that this edit can replace an edit that never loads.
+    Otherwise the outcome of an earlier edit could be mistaken for the outcome of this one. The wait
+    ends after EARLIER_S_MAX, so that this edit can replace an edit that never loads.
     """
     busy = {
         model: state.digest

@@ -186,12 +186,12 @@ class Decide(NamedTuple):
 
 class CallPrefill(NamedTuple):
     attempt: int
-    is_resumed: bool  # as in Decide
+    is_resumed: bool  # True: an earlier attempt was admitted
 
 
 class CallDecode(NamedTuple):
     attempt: int
-    is_resumed: bool  # as in Decide
+    is_resumed: bool  # True: an earlier attempt was admitted
 
 
 class Send(NamedTuple):

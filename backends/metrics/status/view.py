@@ -128,7 +128,7 @@ class PeriodView(msgspec.Struct, frozen=True):
     ttft: Latency
     tbt: Latency
     token_s: float | None  # mean time per token of all streams, including unfinished streams
-    prompt_tokens: dict[str, int]  # by the way in which the prefill worker got their KV (PATHS)
+    prompt_tokens: dict[str, int]  # by source of the tokens' KV (PATHS)
     hit_rate: float | None  # share of prompt tokens with cached KV, 0 to 1; None without a prompt
 
 

@@ -1,8 +1,8 @@
 """`mooncake status`: prints worker, latency and store figures from the server's metrics page.
 
 On a terminal the figures refresh until Ctrl-C. With --once or --json, or without a terminal, they
-are printed once. If the page cannot be read, one line shows the reason. The refreshing command then
-retries; the others exit with status 1. --web serves the figures as a web page instead.
+are printed once. If the page cannot be read, one line shows the reason. A command that refreshes
+retries, and any other command exits with status 1. --web serves the figures as a web page instead.
 
 Not here: reading the page (readings.py), computing the figures (view.py).
 """
