@@ -7,8 +7,8 @@ state writes nothing. A writer returns the digests of the layers that it wrote. 
 digests of all layers completes the block: it writes digests, checksum and header, and then commits
 the block to the directory (store.py).
 
-Late, lost or corrupt layers never pass verification. If their digests are missing, the block is not
-completed. If their digests are known, wrong bytes do not match them.
+Missing and corrupt layers are not served as valid. If no writer returned a layer's digest, the
+block is not completed. Otherwise the bytes in the slot do not match the digest.
 
 Not here: which writer has which layers (the pipeline), leases (the directory).
 """
@@ -41,14 +41,14 @@ from mooncake_store.transports.mapped_transport import MappedTransport
 from mooncake_store.transports.movers import parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, left_to_write_s, side_by_side
 
-# bytes per write call; a part is hashed and then sent from the CPU's cache
+# Most bytes per write call, so that the hashed bytes are sent from the CPU's cache.
 PART_BYTES = 4 * 1024**2
 FINISH_S_MAX = 5.0  # seconds to write headers and digests, a few KiB
 WrittenBlock = tuple[bytes, Slot, Sequence[int]]  # block key, slot, digests of all layers
 
 
 class LayerWrite(NamedTuple):
-    """Consecutive layers of one block, and where they are written."""
+    """Consecutive layers of one block, and the target in its slot."""
 
     slot: Slot
     start_bytes: int  # offset of the first layer in the block
@@ -93,8 +93,9 @@ class LayerWriter:
     def send(
         self, node_id: str, writes: Sequence[LayerWrite], deadline_s: float
     ) -> list[tuple[int, ...] | None]:
-        """As `copy`, into any node. After TransferFailed some layers may be written. After
-        TransferTimeout bytes may still arrive. Copies into mapped memory have no deadline."""
+        """As `copy`, into any node. After TransferFailed some layers may be written. After its
+        subclasses TransferTimeout and WriteGivenUp bytes may still arrive in the slots. Copies into
+        mapped memory have no deadline."""
         node, until_s = self._access(node_id), time.monotonic() + deadline_s
         try:
             if isinstance(node.transport, MappedTransport):
@@ -135,8 +136,8 @@ class LayerWriter:
         return digests
 
     def finish(self, node_id: str, blocks: Sequence[WrittenBlock]) -> list[bool]:
-        """Write the digests and header of each block whose layers are all written. Returns False
-        per block whose slot is not WRITING this block in this generation."""
+        """Write the digests and the header of each block; its layers must all be written. Returns
+        False for a block whose slot is not WRITING this block in this generation."""
         node, until_s = self._access(node_id), time.monotonic() + FINISH_S_MAX
         size_bytes = self._layout.block_bytes
         try:

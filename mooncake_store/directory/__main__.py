@@ -1,4 +1,4 @@
-"""Process of the directory: options, signals, and the election if there are several.
+"""The process of one directory: options, signals, and the election among several directories.
 
 Without --etcd, the directory serves until a signal. With --etcd, it waits to be elected, serves
 while elected, and waits again after losing the lead. Each leadership has a new Directory with a new
@@ -38,7 +38,7 @@ ETCD_S_MIN = 0.3  # least timeout of a call to one endpoint, however short the T
 
 
 class StopSignal:
-    """Set by SIGTERM and SIGINT. A signal stops the running server."""
+    """Stops the running server on SIGTERM and SIGINT."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -65,8 +65,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description="The directory of the KV store: the location of every block, all nodes and "
         "all workers. Prints one line that starts with 'ready' when it listens; SIGTERM stops it.",
     )
-    parser.add_argument("--address", required=True, help="of requests: ipc://... or tcp://...")
-    parser.add_argument("--events", required=True, help="of the event stream: ipc:// or tcp://...")
+    parser.add_argument("--address", required=True, help="ipc:// or tcp:// address for requests")
+    parser.add_argument("--events", required=True, help="ipc:// or tcp:// address of the events")
     parser.add_argument(
         "--self-check",
         action="store_true",
@@ -84,7 +84,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--advertise",
         default="",
         metavar="ADDRESS,EVENTS",
-        help="addresses for clients (default: --address,--events)",
+        help="the two addresses that clients connect to (default: --address,--events)",
     )
     election.add_argument(
         "--ttl-s",
@@ -111,7 +111,7 @@ def serve(
     may_serve: Callable[[], bool] = lambda: True,
     durable: DurableVerbs | None = None,
 ) -> None:
-    """Serve until `stop` is set or `may_serve` is false. AddressTaken, PortTaken."""
+    """Serve until `stop` is set or `may_serve` is false. Raises AddressTaken or PortTaken."""
     server = DirectoryServer(
         directory, options.address, options.events, options.self_check, may_serve, durable
     )
@@ -160,7 +160,8 @@ def serve_when_elected(
         except LeadLost as error:
             log.warning("lost the lead: %s", error)
         finally:
-            # Writers must have time to mark granted slots before the next leader begins.
+            # Writers mark the slots that this directory granted as "writing". The next leader
+            # reads these marks, so this leader keeps the lead until the writers had time for them.
             if won.may_serve():
                 time.sleep(won.margin_s)
             won.close()
@@ -171,9 +172,9 @@ def serve_when_elected(
 def with_huge_tables() -> None:
     """Restart this process with huge pages for large tables, unless GLIBC_TUNABLES is set.
 
-    glibc reads its tunables only at the start of a process. At ten million keys the index is a 700
-    MB table that is read at random. `exist` of 1,000 keys then takes 2.3 times as long as with
-    100,000 keys in the index; without huge pages, 2.5 times (python -m bench.directory).
+    glibc reads its tunables only at the start of a process. An index of ten million keys is a table
+    of 700 MB that is read at random. With huge pages, `exist` of 1,000 keys takes 2.3 times as long
+    as in an index of 100,000 keys (python -m bench.directory). Without them, it takes 2.5 times.
     """
     if "GLIBC_TUNABLES" in os.environ:
         return
@@ -182,7 +183,7 @@ def with_huge_tables() -> None:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the limit as far as allowed. Each local client takes a descriptor; 1,024 is usual."""
+    """Raise the limit, usually 1,024, as far as allowed: each local client takes a descriptor."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # where the limit cannot be raised
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -205,8 +206,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.etcd:
             serve_when_elected(options, config, stop)
         else:
-            # The epoch is the milliseconds since 1970. It differs from the epoch of the earlier
-            # directory even if the clock was set back, and is nearly always larger.
+            # The epoch is the milliseconds since 1970. It must differ from the epochs of earlier
+            # directories at this address. It need not be larger: the clock may have been set back.
             serve(options, Directory(time.time_ns() // 1_000_000, config), stop)
     except (AddressTaken, PortTaken, RequestInvalid, KeysInvalid) as error:
         print(f"directory: {error}", file=sys.stderr)

@@ -1,24 +1,25 @@
-"""NIXL transport, one agent per network card: a failed card or cable delays a transfer briefly.
+"""NIXL transport with agents of its own for each network card, so that a card or cable may fail.
 
 A NIXL agent is an endpoint of NIXL in this process; a *lane* is an agent with its lock. The shared
-agent (nic_choice.py) serves the nodes of this host. A transfer with another host is cut into parts.
-Each part moves over a *path*: a card of this host and a card of the other. nic_paths.py chooses the
-path, and decides when a part is abandoned. One thread posts all parts of a call and polls them.
+agents (nic_choice.py) serve the nodes of this host, and hosts whose cards have no agents. Any other
+transfer is cut into parts. Each part moves over a *path*: a card of this host and a card of the
+other host. nic_paths.py chooses the path and decides when a part is abandoned. The thread of a call
+posts all its parts and polls them.
 
 Memory of an abandoned part:
 
 - Local memory that the part was reading into can be reused at once. The part's agent has no thread
-  and is never called again (it is frozen, nixl_transport.py), so nothing is written there. The part
-  is read again over another path, into the same memory.
+  and is frozen: it is never called again (nixl_transport.py). So it writes nothing into that
+  memory. The part is read again over another path, into the same memory.
 - Slots (memory of one block each) that the part was writing cannot be reused. This host's kernel
   keeps the unsent bytes and sends them when the card works again, possibly minutes later. So the
   call raises WriteGivenUp, and the caller writes into other slots (putter.py). The directory does
-  not grant the old slots for some time (quarantine). Bytes that arrive even later corrupt the
-  slot's next block. A verified read detects this and is a miss. A read that checks only the slot's
-  header does not detect it: a read of a part of a block, or with `is_verified=False`. No checksum
-  is ever computed from slot memory that such bytes may reach (Allocation.late).
-- A part still in flight at the call's deadline is polled until it ends. Until then pending_targets
-  lists its local targets.
+  not grant the old slots for some time (quarantine). Bytes that arrive after the quarantine corrupt
+  the slot's next block. A verified read detects the corruption and is a miss. A read of a part of a
+  block, or with `is_verified=False`, checks only the slot's header and does not detect it. No
+  checksum is ever computed from slot memory that late bytes may reach (Allocation.late).
+
+Any other part in flight at the call's deadline becomes an orphan (nixl_transport.py).
 
 A thread probes each path in cool-down. The probe first tests whether the remote agent's address
 answers, then does a small read. Without the first step UCX (NIXL's network library) would retry the
@@ -66,7 +67,7 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, TransferBat
 log = logging.getLogger("mooncake_store.store")
 PROBE_BYTES = 4096
 PROBE_LOOK_S = 0.1  # seconds between two rounds of the probing thread
-WANTED_S = 60.0  # seconds; a path to a node without calls for so long is not probed
+WANTED_S = 60.0  # seconds after the last call to a node until its paths are no longer probed
 NODES_MAX = 1_024  # nodes whose routes are kept; the oldest is dropped
 
 
@@ -75,8 +76,8 @@ class NicRoute:
     """A path to one incarnation of a node."""
 
     nic: Interface  # card of this host
-    # the node's record with the agent of the card there: node_id is 'NODE/CARD', and data_address
-    # is the address of this agent
+    # The node's record, with the agent of the remote card as its agent: node_id is 'NODE/CARD', and
+    # data_address is the address of the remote card's agent.
     node: NodeInfo
     path: NicPath
     wanted_s: float = 0.0  # time.monotonic() of the last call to this node
@@ -154,7 +155,8 @@ class MultiNicTransport(Transport):
             route.path.forget()
 
     def card(self, nic: Interface) -> NixlTransport:
-        """The transport of one card, made on first use. TransferFailed: it cannot be made now."""
+        """The transport of one card, made on first use. Raises TransferFailed if it cannot be made
+        now."""
         with self._making:
             made = self._cards.get(nic.name)
             if made is None:
@@ -173,7 +175,7 @@ class MultiNicTransport(Transport):
             return made
 
     def begin(self, route: NicRoute, batch: TransferBatch) -> PostedTransfer:
-        """Post a part over a path. TransferFailed also if the card is down."""
+        """Post a part over a path. Raises TransferFailed, also if the card is down."""
         try:
             return self.card(route.nic).begin(batch)
         # a new lane could not be made, or memory could not be registered
@@ -193,7 +195,8 @@ class MultiNicTransport(Transport):
             cards = list(self._cards.values())
         self._shared.register(buffer)
         for card in cards:
-            # registered with the next transfer: now it may fail, because the card may be down
+            # NIXL registers the buffer with the card's next transfer. If the card is down now, a
+            # registration could fail.
             card.remember(buffer)
 
     def unregister(self, buffer: ByteArray) -> None:
@@ -205,8 +208,8 @@ class MultiNicTransport(Transport):
             transport.unregister(buffer)
 
     def make_lanes(self, count: int) -> None:
-        """Make agents for the nodes of this host (NixlTransport.make_lanes). A card gets further
-        agents when transfers need them."""
+        """Make shared agents up to `count` now (NixlTransport.make_lanes). A card's agents are made
+        when transfers need them."""
         self._shared.make_lanes(count)
 
     def _transfer(self, batch: TransferBatch) -> None:
@@ -237,7 +240,7 @@ class MultiNicTransport(Transport):
         for route in routes:
             for transport in self._made():
                 is_disconnected &= transport.disconnect(route.node.node_id)
-        if is_disconnected:  # else keep the routes: the next disconnect needs their node ids
+        if is_disconnected:  # otherwise the next disconnect needs the node ids of these routes
             with self.lock:
                 self._forget(node_id)
         return is_disconnected
@@ -270,8 +273,7 @@ class MultiNicTransport(Transport):
         due: list[NicRoute] = []
         while not self._stop.wait(PROBE_LOOK_S):
             now_s = time.monotonic()
-            # finish probes that have started
-            due = [route for route in due if route.probe is not None]
+            due = [route for route in due if route.probe is not None]  # still in flight
             with self.lock:
                 due += [
                     route
@@ -332,7 +334,7 @@ def _source(route: NicRoute) -> str:
 
 @dataclass(slots=True, eq=False)
 class _PostedPart:
-    pieces: list[Piece]  # empty: see `test_read`
+    pieces: list[Piece]  # empty: the part is a `test_read`, which moves no bytes of the call
     size_bytes: int  # of all pieces together
     at: int  # index of the path
     posted: PostedTransfer
@@ -380,8 +382,8 @@ class SplitTransfer:
             raise self._error
 
     def _post_next(self) -> bool:
-        """Post the next part if a path has room for it. False: no path has room. True also if the
-        post failed; the part is then back at the head of the queue."""
+        """Post the next part if a path has room for it. Returns False if no path has room. If the
+        post fails, the part returns to the head of the queue, and the result is True."""
         under_way = [sum(part.at == at for part in self._posted) for at in range(len(self._paths))]
         with self._owner.lock:
             at = next_path(self._paths, under_way)
@@ -435,12 +437,12 @@ class SplitTransfer:
         if not was_cooling_down:
             self._owner.note_cool_down(route, error)
         self._failures += 1
-        # two failures per path on average: the call fails
+        # The call fails after two failures per path on average.
         if self._failures >= 2 * len(self._routes):
             self._error = self._error or error
 
     def _poll_all(self) -> bool:
-        """Poll every part once. True: at least one has ended."""
+        """Poll every part once. Returns True if at least one has ended."""
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, LOOK_S), now_s
         has_moved = False
@@ -487,7 +489,7 @@ class SplitTransfer:
             self._paths[part.at].ended(part.size_bytes)
 
     def _requeue_or_fail(self, part: _PostedPart) -> None:
-        """Handle an abandoned part: a read is queued again, a write ends the call with
+        """Handle a part whose lane is frozen: a read is queued again, a write ends the call with
         WriteGivenUp."""
         if not part.pieces:
             return
@@ -495,8 +497,9 @@ class SplitTransfer:
             self._left.appendleft(part.pieces)
             return
         self._error = self._error or WriteGivenUp(
-            f"node {self._batch.node.node_id}: network card {self._routes[part.at].nic.name} got "
-            "stuck during a write: late bytes may still change these slots, so use other slots"
+            f"node {self._batch.node.node_id}: a write over network card "
+            f"{self._routes[part.at].nic.name} was abandoned; late bytes may still change these "
+            "slots, so use other slots"
         )
 
     def _overdue(self, part: _PostedPart) -> None:
@@ -520,7 +523,8 @@ class SplitTransfer:
         route = self._routes[part.at]
         self._owner.card(route.nic).freeze(route.node.node_id)
         if not part.posted.lane.is_frozen:
-            # too many agents are frozen, or RDMA of other nodes is under way: wait for the deadline
+            # The part waits until the deadline. Its lane may not be frozen, because too many lanes
+            # are frozen already, or RDMA with another node is in flight on it.
             part.allowance_s = float("inf")
             return
         self._take(part)
@@ -533,7 +537,7 @@ class SplitTransfer:
 
     def _leave_all(self) -> None:
         """End the call: its parts still in flight become orphans (nixl_transport.py). Sets `_error`
-        if bytes are missing."""
+        if bytes of the call are missing."""
         for part in list(self._posted):
             self._take(part)
             card = self._owner.card(self._routes[part.at].nic)
@@ -553,6 +557,6 @@ class SplitTransfer:
 
 
 def _more_severe(one: TransferFailed | None, other: TransferFailed) -> TransferFailed:
-    """Of two errors the one to raise: TransferTimeout before others, because late bytes may still
-    arrive."""
+    """The error to raise of two. TransferTimeout has precedence, because the caller must know that
+    late bytes may still arrive."""
     return other if one is None or isinstance(other, TransferTimeout) else one

@@ -6,11 +6,13 @@ key. The writer marks their headers as "writing" in advance. A put is then the t
 and one commit, which names the keys. If the writer vanishes, its lease expires, and the slots are
 quarantined.
 
-Other owners cannot use reserved slots, so their number is bounded. All reservations together take
-at most a quarter of a holder's free, idle and reserved memory, and one owner at most half of that.
+Other owners cannot use reserved slots, so their number is bounded. A holder is the DRAM or the SSD
+of a storage node; idle memory has blocks without a lease. All reservations together take at most a
+quarter of a holder's free, idle and reserved memory. One owner takes at most half of that quarter.
 
-A commit may find that a block is stored already. The slot of this block then stays reserved. A
-block that another owner is still writing is not stored yet, because that owner may vanish.
+If the holder has a block already, the commit answers THERE, and the writer's slot stays reserved.
+If another owner is still writing the block, the commit answers REFUSED instead, because that owner
+may vanish and leave no block.
 
 Not here: the lease (leases.py), the source of the slots and the effect of a commit (copies.py).
 """
@@ -24,7 +26,7 @@ from mooncake_store.directory.core.holder import CopyKind, HeldCopy, Holder
 from mooncake_store.errors import QuotaExceeded, StoreFull
 from mooncake_store.records.blocks import REFUSED, STORED, THERE
 
-RESERVED_PART = 4  # 1 / RESERVED_PART of the memory may be reserved
+RESERVED_PART = 4  # 1 / RESERVED_PART of the free, idle and reserved memory may be reserved
 
 
 def slots_max(holder: Holder, owner: str, units: int) -> int:
@@ -63,9 +65,9 @@ def commit(
 ) -> list[int]:
     """Commit (key, slot, generation, checksum) of written slots: STORED, THERE or REFUSED for each.
 
-    THERE: the holder has the block already, or `blocks` names it twice. REFUSED: the slot is not
-    this owner's (any more), another owner is writing the block, the quota is full, or the node
-    drains. After THERE and REFUSED, an owner's slot stays reserved.
+    THERE: the holder has the block already, or `blocks` named it before. REFUSED: the slot is not
+    reserved by this owner (any more), the block is being written in another slot, the quota is
+    full, or the node drains. After THERE or REFUSED, a slot of this owner stays reserved.
     """
     reserved, slots, known = holder.reserved, holder.columns.slot, table.blocks.held
     is_special = holder.is_draining or table.tenants.are_limited
@@ -98,7 +100,7 @@ def commit(
 
 
 def _payable(table: CopyTable, holder: Holder, key: bytes, copy: HeldCopy, tenant: str) -> int:
-    """STORED: the quota now counts the copy. REFUSED: it is full, or the node drains."""
+    """STORED: the tenant's quota now counts the copy. REFUSED: it is full, or the node drains."""
     payer = tenant or table.payer(key)
     if holder.is_draining:
         return REFUSED

@@ -2,8 +2,8 @@
 
 Live workers have the same fingerprint, a hash of the model and its KV layout. A worker with another
 fingerprint would find no block, because its block keys differ, or would read KV of another shape.
-Registration rejects such a worker and names the fields that differ. Only an older incarnation of
-the same worker may differ, because Triton loads a model before it unloads the earlier one.
+Registration rejects such a worker and names the fields that differ. Incarnations (processes) of one
+worker may differ, because Triton loads the new version of a model before it unloads the old one.
 
 Not here: the contents of a fingerprint (layout.py), the load of a worker (the conductor).
 """
@@ -48,7 +48,8 @@ class WorkerTable:
         return [worker.report for worker in self._workers.values() if worker.report is not None]
 
     def register(self, info: WorkerInfo, now_s: float) -> list[Event]:
-        """WorkerUp; no event if repeated. RequestInvalid, FingerprintMismatch, StoreFull."""
+        """Returns [WorkerUp], or [] if the same worker registers again unchanged. Raises
+        RequestInvalid, FingerprintMismatch or StoreFull."""
         name = (info.worker_id, info.incarnation)
         measured = {
             "prefill_coefficients": info.prefill_coefficients,
@@ -60,8 +61,8 @@ class WorkerTable:
         _refuse_non_finite(info.worker_id, measured)
         if not 0 <= info.load_beside_share < 1:
             raise RequestInvalid(
-                f"worker {info.worker_id}: load_beside_share is {info.load_beside_share}; it is a "
-                "share of computing, from 0 to less than 1"
+                f"worker {info.worker_id}: load_beside_share is {info.load_beside_share}; it must "
+                "be at least 0 and less than 1"
             )
         self._refuse_misfit(info, now_s)
         known = self._workers.get(name)
@@ -74,7 +75,7 @@ class WorkerTable:
         return [] if known and known.info == info else [WorkerUp(info)]
 
     def report(self, report: WorkerReport, now_s: float) -> list[Event]:
-        """WorkerReported; no event if the worker is not registered. RequestInvalid."""
+        """Returns [WorkerReported], or [] for an unregistered worker. Raises RequestInvalid."""
         worker = self._workers.get((report.worker_id, report.incarnation))
         if worker is None:
             return []
@@ -97,7 +98,7 @@ class WorkerTable:
     def _refuse_misfit(self, info: WorkerInfo, now_s: float) -> None:
         for worker in self._workers.values():
             other = worker.info
-            # An older incarnation of the same worker is about to deregister and does not count.
+            # Another incarnation of the same worker is about to end, so it may differ.
             if other.worker_id == info.worker_id or not self._lives(worker, now_s):
                 continue
             if other.fingerprint != info.fingerprint:
