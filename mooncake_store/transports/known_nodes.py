@@ -8,8 +8,8 @@ The transport is chosen per node, by `mode`:
     nixl    every node by NIXL, the local one too; NixlUnavailable if NIXL does not load
     tcp     every node by plain TCP, the local one too
 
-The directory is queried rarely: at the start, for an unknown node, and after a failed transfer. If
-nic_choice.py chooses so, NIXL uses one agent (its endpoint) per network card for other hosts.
+The directory is queried rarely: at the start, for an unknown node, and after a failed transfer.
+nic_choice.py decides whether NIXL has an agent (endpoint) for each network card, or one for all.
 
 A node whose transfer failed is in cool-down: it is not used for BAD_NODE_S, so that a dead node
 costs one deadline and not one per request. A new incarnation of the node is used at once.
@@ -46,11 +46,11 @@ from mooncake_store.transports.transport import ByteSpan, LocalSpan, Transport
 log = logging.getLogger("mooncake_store.store")
 
 BAD_NODE_S = 2.0
-# the shortest time between two queries of the directory for unknown or failed nodes
-REFRESH_S = 0.02
+REFRESH_S = 0.02  # least time between two queries of the directory for unknown or failed nodes
 MODES = ("auto", "mapped", "nixl", "tcp")
 NODES_MAX = 4_096
-# after this absence from the directory a node is gone: no restart and no new leader takes so long
+# After this absence from the directory a node is disconnected, because no restart and no election
+# takes so long.
 GONE_S = 60.0
 
 
@@ -63,8 +63,8 @@ class NodeAccess(NamedTuple):
 
 
 class Traffic:
-    """Bytes that this process has requested from each node: not arrived yet, and in total (of the
-    NODES_MAX nodes that were used last). Thread-safe."""
+    """Counts the bytes that this process moves from or to each node: those in flight, and the total
+    of each of the NODES_MAX nodes that were used last. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class KnownNodes:
     def __init__(self, directory: DirectoryClient, own_id: str, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"transports is {mode!r}; use one of {', '.join(MODES)}")
-        # compile native.c now: the seconds for that must not count for a transfer's deadline
+        # Compile native.c now, so that no transfer's deadline has to include the seconds for it.
         library()
         self._directory = directory
         self._own_id = own_id
@@ -123,7 +123,7 @@ class KnownNodes:
         self.refresh()
 
     def refresh(self) -> None:
-        """Query the directory; StoreUnavailable if it does not answer."""
+        """Query the directory. Raises StoreUnavailable if it does not answer."""
         asked_s = time.monotonic()
         nodes = {info.node_id: info for info in self._directory.nodes()}
         listed = {(info.node_id, info.incarnation) for info in nodes.values()}
@@ -144,7 +144,7 @@ class KnownNodes:
         with self._lock:
             if is_disconnected:
                 self._gone_s.pop(node_id, None)
-            # a NIXL agent is busy, perhaps connecting to a silent node: retry after GONE_S
+            # A NIXL agent is busy, perhaps connecting to a silent node. Retry after GONE_S.
             elif node_id in self._gone_s:
                 self._gone_s[node_id] = time.monotonic()
 
@@ -162,7 +162,7 @@ class KnownNodes:
         return None if is_bad else info
 
     def access(self, node_id: str) -> NodeAccess | None:
-        """How to read and write a usable node; None: it cannot be reached from this process."""
+        """How to read and write a node; None: it is not usable, or no transport reaches it."""
         info = self.usable(node_id)
         return None if info is None else self.access_to(info)
 
@@ -193,7 +193,7 @@ class KnownNodes:
     def transport(self, info: NodeInfo) -> Transport | None:
         """The transport that reaches this node; None: none does in this mode."""
         if info.is_ssd:
-            return None  # its node first restores the blocks into DRAM
+            return None  # the storage node of this SSD first restores the blocks into DRAM
         has_nixl = self.nixl is not None and self.nixl.reaches(info, self.is_same_host(info))
         has_tcp = bool(info.data_address)
         if self._mode == "tcp":
@@ -218,10 +218,10 @@ class KnownNodes:
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
     ) -> list[Copy | None]:
-        """One copy of each block: on the first of the nodes `first` that has it, else the cheapest.
-        None: no node with a copy can be read now."""
+        """One copy of each block: that on the first node of `first` with a copy, else the cheapest
+        one. None: no node with a copy can be read now."""
         names = dict.fromkeys(copy.node_id for copies in found for copy in copies)
-        holders = {name: self.usable(name) for name in names}  # asks the directory where needed
+        holders = {name: self.usable(name) for name in names}  # may query the directory
         if not any(len(copies) > 1 for copies in found):  # nearly always: no block has two copies
             reached = {name for name, info in holders.items() if info and self._is_reached(info)}
             return [
@@ -235,7 +235,7 @@ class KnownNodes:
         return [a or b for a, b in zip(named, best_copies(others, routes), strict=True)]
 
     def routes(self) -> dict[str, CopyRoute]:
-        """The route to each node that can be read now; it gives the cost of a copy there."""
+        """The route to each node that can be read now. A route gives the cost of a copy."""
         local, now_s = self._local_node(), time.monotonic()
         host, rack = (local.host_id, local.rack) if local else (self._host_id, "")
         with self._lock:
@@ -276,7 +276,7 @@ class KnownNodes:
         return found if self.nixl is None else [*found, self.nixl]
 
     def nic_counters(self) -> dict[str, NicCounters]:
-        """By network card of this host that has a NIXL agent of its own; see nic_transport.py."""
+        """Counters by name of each network card that has a NIXL agent of its own."""
         return self.nixl.nic_counters() if isinstance(self.nixl, MultiNicTransport) else {}
 
     def pending_targets(self) -> list[LocalSpan]:

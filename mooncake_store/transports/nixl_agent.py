@@ -7,8 +7,8 @@ by UCX. Problems of this wrapper, measured with nixl 1.5.1 on a machine without 
   progress thread that sleeps up to 10 ms and is woken by events. That takes 0.5 % of a core when
   idle (2.5 % with 1 ms, with equally fast reads over TCP). A client's agent has no progress thread:
   its transfers advance when the client polls.
-- It logs to stdout, and continues without a transport when a plugin is missing. Here every warning
-  of the wrapper becomes NixlUnavailable, and UCX logs to stderr.
+- It logs to stdout, and continues without a transport when a plugin is missing. This module raises
+  NixlUnavailable for every warning of the wrapper, and lets UCX log to stderr.
 - Destroying an agent may abort the process, so agents with UCX are never destroyed (make_agent).
 - It fails with a filesystem error if HOME is unreadable. It crashes at exit if Debian's libibverbs
   is installed too (remedy: UCX_MODULES=^ib, or os._exit on RDMA hosts).
@@ -47,7 +47,7 @@ from mooncake_store.transports.host_topology import preferred_ucx_devices
 # events that UCX loses (a bug): they wait for the wake-up.
 NODE_PROGRESS_DELAY_US = 10_000
 # Builds of NIXL. The package `nixl` only chooses between them. Without a GPU it imports torch (0.7
-# s, 150 MB) to look for CUDA, then takes the first build. So such hosts try that package last.
+# s, 150 MB) to look for CUDA, then takes the first build. So hosts without a GPU try it last.
 _BUILDS = ("nixl_cu13._api", "nixl_cu12._api")
 _CHOOSER = "nixl._api"
 _LISTENS = "0A"  # state LISTEN in /proc/net/tcp
@@ -59,7 +59,7 @@ class NixlUnavailable(StoreError):
 
 
 class AgentDevices(NamedTuple):
-    """The network cards of one agent; none given: those of the environment."""
+    """The network cards of one agent. By default, the environment names them."""
 
     net_devices: str = ""  # in the format of UCX_NET_DEVICES
     is_tcp_only: bool = False  # UCX_TLS=tcp, unless the environment sets UCX_TLS
@@ -97,14 +97,14 @@ def has_rdma() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set what UCX and NIXL read once, when they are loaded."""
+    """Set the variables that UCX and NIXL read once, when they are loaded."""
     if not has_rdma():
         os.environ.setdefault("UCX_MODULES", "^ib")
     elif devices := preferred_ucx_devices():
         os.environ.setdefault("UCX_NET_DEVICES", devices)
-    # The default is 8 KiB. 128 KiB doubles the rate of a READ over TCP; the responder's setting
-    # counts too. UCX refuses to start if RX is smaller than TX, so one setting from the environment
-    # sets both.
+    # UCX's default is 8 KiB. 128 KiB, set in both processes, doubles the rate of a READ over TCP.
+    # UCX refuses to start if RX is smaller than TX, so a setting of one from the environment counts
+    # for both.
     segment = os.environ.get("UCX_TCP_TX_SEG_SIZE") or os.environ.get("UCX_TCP_RX_SEG_SIZE", "128K")
     os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", segment)
     os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", segment)
@@ -128,7 +128,7 @@ class _RaiseOnWarning(logging.Handler):
 
 @lru_cache(maxsize=1)
 def load_nixl() -> Any:
-    """The module nixl._api, loaded once with this environment; NixlUnavailable on failure."""
+    """Import NIXL's module `_api`, once per process. Raises NixlUnavailable on failure."""
     prepare_environment()
     raises_in_handlers = logging.raiseExceptions
     try:
@@ -148,7 +148,7 @@ def load_nixl() -> Any:
 
 def _modules() -> tuple[str, ...]:
     """Modules to import, by preference. With a GPU the build must match torch's CUDA version. The
-    package `nixl` finds out that version; without that package _cuda_major() does."""
+    package `nixl` chooses that build. Without this package, _cuda_major() gives the version."""
     if not _has_gpu_stack():
         return (*_BUILDS, _CHOOSER)
     if importlib.util.find_spec("nixl") is not None:
@@ -186,9 +186,9 @@ def nixl_errors() -> tuple[type[Exception], ...]:
 
 
 def make_agent(name: str, has_progress_thread: bool, devices: AgentDevices = ALL_DEVICES) -> Any:
-    """A nixl_agent with the UCX backend. It is not thread-safe (SYNC_NONE): its owner has a lock.
+    """A nixl_agent with the UCX backend. It is not thread-safe (SYNC_NONE); its owner has a lock.
 
-    `name` must be unique over time too: a peer rejects a name that it has seen before.
+    `name` must be unique over time too, because a peer rejects a name that it has seen before.
 
     An agent is never destroyed, because its destruction may abort the process after a peer has
     died, also at exit (UCX 1.23: "arbiter.c:36 Assertion `ucs_arbiter_group_is_empty(group)'
@@ -260,7 +260,7 @@ class NodeAgent:
         self.name = name
         before = _listening_ports()
         self._agent = make_agent(name, has_progress_thread=True, devices=devices)
-        # listening ports of this agent; wrong if another thread opens a port at the same time
+        # Ports on which this agent listens; wrong if another thread opens a port at the same time.
         self.ports = sorted(_listening_ports() - before)
         self._memory: Any = self._agent.register_memory([(address, size_bytes, 0, "")], "DRAM")
         self.metadata: bytes = self._agent.get_agent_metadata()
@@ -276,9 +276,9 @@ class NodeAgent:
 
 
 class FileAgent:
-    """NIXL's POSIX plugin between one memory range and one open file. Its owner has a lock. Unlike
-    agents with UCX it has no peers, so it may be destroyed once nothing is in flight. Its
-    destructor aborts the process if the kernel still works on a transfer."""
+    """NIXL's POSIX plugin between one memory range and one open file. Its owner has a lock. A
+    FileAgent has no peers, so it may be destroyed, unlike agents with UCX. But its destructor
+    aborts the process if the kernel still works on a transfer."""
 
     def __init__(self, address: int, size_bytes: int, descriptor: int, file_bytes: int) -> None:
         self._address, self._descriptor = address, descriptor
@@ -318,7 +318,7 @@ class FileAgent:
         return handle
 
     def is_done(self, handle: Any) -> bool:
-        """True: complete, and the handle is released. TransferFailed: the plugin gives no errno."""
+        """True: complete, and the handle is released. Raises TransferFailed, without an errno."""
         try:
             state = self._agent.check_xfer_state(handle)
             if state == "PROC":
@@ -331,7 +331,7 @@ class FileAgent:
         return True
 
     def has_ended(self, handle: Any) -> bool:
-        """True: nothing is in flight, whatever the result, and the handle is released."""
+        """True: nothing is in flight, and the handle is released. The transfer may have failed."""
         with contextlib.suppress(*nixl_errors()):
             if self._agent.check_xfer_state(handle) == "PROC":
                 return False

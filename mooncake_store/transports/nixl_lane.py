@@ -42,15 +42,15 @@ from mooncake_store.transports.nixl_agent import (
 )
 from mooncake_store.transports.transport import LocalSpan, TransferBatch
 
-REFUSED_S = 1.0  # pause after a failed attempt to connect; each attempt leaks a socket inside UCX
-REFUSED_MAX = 64  # nodes with such a pause; the oldest is dropped
+REFUSED_S = 1.0  # pause after a failed attempt to connect, which leaks a socket inside UCX
+REFUSED_MAX = 64  # nodes whose pause is remembered; the oldest is dropped
 REACH_S_MAX = 0.5  # seconds to wait for an answer of a node's host
 LONG_BYTES = 128 * 1024  # exceeds a socket buffer, so a TCP post returns before all is sent
 
 
 def is_reached(address: str, source: str = "") -> bool:
-    """True if the host of this HOST:PORT accepts or refuses a connection, and for "". `source`: the
-    local address to use. NIXL itself would block two minutes for a host that does not answer."""
+    """True if the host of `address` (HOST:PORT) accepts or refuses a connection; also for address
+    "". `source`: the local address to use. NIXL itself blocks two minutes without an answer."""
     host, _, port = address.partition("#")[0].rpartition(":")  # the part after # is a public key
     if not host:
         return True
@@ -112,10 +112,8 @@ class AgentLane:
         self.devices = devices
         self.orphans: list[Transfer] = []
         self.has_failed = False  # True: a transfer failed, so no later transport uses this lane
-        # True: the agent is never called again, except to deregister memory. Over TCP no byte then
-        # reaches local memory, but bytes of a write may still reach the node.
-        self.is_frozen = False
-        # time.monotonic() at the begin of the current add_remote_agent; inf: none is in progress
+        self.is_frozen = False  # see `freeze`
+        # time.monotonic() at the start of the current add_remote_agent; inf: none is in progress
         self.adding_since_s = float("inf")
         self._adding = threading.Lock()  # guards adding_since_s, and freezing during an add
         self._errors = nixl_errors()
@@ -156,13 +154,13 @@ class AgentLane:
             while self._unwanted:
                 self._unregister(self._unwanted.popleft())
             self.lock.release()
-            # a region may be queued after the loop above: then this or another thread locks again
+            # If a region was queued after the loop above, this or another thread locks again.
             if not self._unwanted or not self.lock.acquire(blocking=False):
                 return
 
     def _unregister(self, region: Region) -> None:
-        """Unregister now, or when the region's last transfer has ended: until then NIXL still uses
-        the region's registration."""
+        """Unregister when the region has no transfer in flight, because NIXL uses the registration
+        until then."""
         if any(region in transfer.regions for transfer in self._under_way):
             self._leaving.add(region)
             return
@@ -196,8 +194,8 @@ class AgentLane:
         return peer if is_usable else None
 
     def connect(self, node: NodeInfo) -> None:
-        """Connect to this incarnation, in place of an earlier one or a broken connection. May take
-        two minutes if the node does not answer."""
+        """Connect to this incarnation, in place of an earlier one or a broken connection. The call
+        may take two minutes if the node does not answer."""
         if self.peer(node) is None:
             self.disconnect(node.node_id)
             self._remove_retired()
@@ -278,9 +276,9 @@ class AgentLane:
         return True
 
     def freeze_while_adding(self, node_id: str) -> bool | None:
-        """Freeze a lane whose lock holder is in add_remote_agent: that call moves no bytes of other
-        peers, and after it the lock holder only releases the lock. False: as from `freeze`. None:
-        the lock holder is in another call. Needs no lock."""
+        """Freeze a lane whose lock holder is in add_remote_agent. This is safe, because that call
+        moves no bytes of other peers, and the lock holder then only releases the lock. Returns None
+        if the lock holder is in another call, else the result of `freeze`. Needs no lock."""
         with self._adding:
             is_adding = self.adding_since_s != float("inf")
             return self.freeze(node_id) if is_adding else None
@@ -360,8 +358,7 @@ class AgentLane:
         """The start addresses of these spans, and the regions that contain them."""
         known: dict[int, int] = {}  # id() of a buffer -> its address
         regions: set[Region] = set()
-        # region of the previous buffer, nearly always the right one
-        region: Region | None = None
+        region: Region | None = None  # of the previous buffer, nearly always the right one
         found: list[int] = []
         for buffer, (offset_bytes, _) in local:
             address = known.get(id(buffer))
@@ -383,8 +380,8 @@ class AgentLane:
         )
 
     def close(self) -> bool:
-        """Disconnect all peers and unregister all memory; the agent is kept. False: a transfer is
-        in flight, and nothing was released."""
+        """Disconnect all peers and unregister all memory; the agent is kept. Does nothing and
+        returns False if a transfer is in flight."""
         self.reap()
         if self._under_way:
             return False

@@ -5,24 +5,25 @@ CMA is the kernel's copy between two processes of a host. An agent is an endpoin
 Lanes: a lane is one NIXL agent with a lock around each of its calls; a transport owns up to
 LANES_MAX. Over CMA a post copies all bytes before it returns (the GIL is released), so one agent
 serves one thread. Two threads moved 9.7 GB/s through one locked agent and 17.8 GB/s through two (64
-spans of 128 KiB, not in the CPU's cache). When a thread finds every lane busy, it makes a further
-one. Over TCP a post returns at once, and the lock is free between polls.
+spans of 128 KiB, not in the CPU's cache). A thread that finds every lane busy makes another lane.
+Over TCP a post returns at once, and the lock is free between polls.
 
 Orphans: a transfer that misses its deadline cannot be revoked. NIXL writes to the target even after
-the handle is released and the peer removed (measured). So the transfer becomes an *orphan*: it is
-polled until it ends, and pending_targets() lists the local memory that it may still write.
+the handle is released and the peer removed (measured). So the transfer becomes an *orphan*: later
+calls poll it until it ends, and pending_targets() lists the local memory that it may still write.
 
 Freezing: agents here have no progress thread, so bytes over TCP arrive only while an agent is
-polled. A transfer over TCP can therefore be stopped: its lane is *frozen*, so its agent is never
+polled. A transfer over TCP can therefore be stopped. Its lane is *frozen*: its agent is never
 called again, and another lane replaces it. An agent cannot be destroyed (nixl_agent.py), so a
 frozen agent and its connections remain until the process exits. A process freezes at most
 FROZEN_MAX agents. Freezing protects only local memory: bytes of a write that the kernel has taken
 may still reach the node when the network works again.
 
 Connecting: NIXL may take two minutes to connect to a node that does not answer, and the lane is
-blocked for that time. So the transport first tests whether the node's host answers. Then another
-thread connects, for each node one lane at a time, preferably one whose transfers no caller awaits.
-A lane that connects for longer than CONNECT_S_MAX is stuck: another lane may be made in its place.
+blocked for that time. So a separate thread first tests whether the node's host answers, and then
+connects. It connects one lane at a time to a node, preferably a lane whose transfers no caller
+awaits. While a lane has been connecting for longer than CONNECT_S_MAX, it is *stuck*, and another
+lane may be made in its place.
 
 Not here: making agents (nixl_agent.py), one lane's calls (nixl_lane.py), several network cards
 (nic_transport.py).
@@ -50,10 +51,10 @@ from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transp
 LANES_MAX = 4
 STUCK_MAX = 8  # further lanes, in place of lanes that are stuck connecting
 FROZEN_MAX = 32  # agents of this process
-SPIN_S = 0.002  # polls without sleep for this long: a TCP transfer of a few MB
-POLL_S = 0.0001  # then at this interval: a silent peer must not cost a core
-CONNECT_S_MAX = 2.0  # a call waits this long for a connection, if its deadline allows
-LOCK_S_MAX = 0.05  # a lane's lock is held longer only while it connects
+SPIN_S = 0.002  # polling does not sleep for this long, in which a few MB move over TCP
+POLL_S = 0.0001  # polling interval after SPIN_S, so that a silent peer does not cost a core
+CONNECT_S_MAX = 2.0  # a call waits at most this long for a connection
+LOCK_S_MAX = 0.05  # a lane's lock is held for longer only while the lane connects
 
 _keeping = threading.Lock()
 _spare: list[AgentLane] = []  # closed without errors: the next transport reuses them
@@ -62,7 +63,8 @@ _frozen: list[AgentLane] = []  # of all transports of this process
 
 
 class LaneFrozen(TransferFailed):
-    """The lane was frozen because of another transfer; nothing more of this one arrives."""
+    """The lane was frozen because of another transfer. No more bytes of this transfer arrive in
+    local memory."""
 
 
 class PostedTransfer(NamedTuple):
@@ -105,7 +107,7 @@ class NixlTransport(Transport):
 
     def register(self, buffer: ByteArray) -> None:
         self.remember(buffer)
-        self._take_lane(time.monotonic() + 60.0).release()  # raise now if it cannot be registered
+        self._take_lane(time.monotonic() + 60.0).release()  # raises now if registration fails
 
     def remember(self, buffer: ByteArray) -> None:
         """Register the buffer with the next transfer."""
@@ -147,8 +149,8 @@ class NixlTransport(Transport):
         return bool(node.agent_name) and (is_same_host or not node.is_agent_local)
 
     def keeps_order(self, node: NodeInfo) -> bool:
-        """True if long transfers with this node were complete when their post returned. Then the
-        transport is CMA: the posting thread copies span by span (docs/decisions/0031)."""
+        """True if long transfers with this node were complete when their post returned. NIXL then
+        uses CMA: the posting thread copies span by span (docs/decisions/0031)."""
         with self._lock:
             peers = [lane.peer(node) for lane in self._lanes]
         found = [peer.is_copied_at_once for peer in peers if peer is not None]
@@ -182,7 +184,8 @@ class NixlTransport(Transport):
             self._connect(batch.node, batch.until_s, lane)
 
     def poll(self, posted: PostedTransfer) -> bool:
-        """True: complete. TransferFailed: it failed. LaneFrozen: nothing more of it arrives."""
+        """Returns True if the transfer is complete. Raises TransferFailed if it failed, also as
+        LaneFrozen."""
         lane = posted.lane
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
@@ -196,24 +199,24 @@ class NixlTransport(Transport):
         return posted.is_done
 
     def leave(self, posted: PostedTransfer) -> None:
-        """Poll once more, after the deadline. If the transfer has not ended then, make it an orphan
-        and raise TransferTimeout."""
+        """Poll once more, after the deadline. Unless that ends the transfer, make it an orphan and
+        raise TransferTimeout."""
         if self.poll(posted):
             return
         is_ours = posted.lane.lock.acquire(timeout=LOCK_S_MAX)
-        # safe without the lock: its holder is connecting and no longer changes the orphans
+        # Safe without the lock, because its holder is connecting and does not change the orphans.
         posted.lane.orphans.append(posted.transfer)
         if is_ours:
             posted.lane.release()
         raise TransferTimeout(
-            f"node {posted.batch.node.node_id} did not transfer the bytes within the deadline: "
-            "frozen, cut off or overloaded; they may still arrive, so the targets stay quarantined"
+            f"node {posted.batch.node.node_id} did not transfer all bytes within the deadline: it "
+            "is frozen, cut off or overloaded; late bytes may still change the targets"
         )
 
     def freeze(self, node_id: str) -> bool:
-        """Freeze the lanes with transfers of this node in flight, and drop its other connections.
-        Afterwards no byte of these transfers arrives in local memory. False: some lanes are
-        unchanged, because FROZEN_MAX is reached or a lane moves bytes of other nodes by RDMA."""
+        """Freeze the lanes with transfers of this node in flight; disconnect the other lanes from
+        it. If True, no more bytes of these transfers arrive in local memory. If False, some lanes
+        are unchanged: FROZEN_MAX is reached, or a lane moves bytes of other nodes by RDMA."""
         with self._lock:
             lanes = list(self._lanes)
         if not all(_stop_transfers(lane, node_id) for lane in lanes):
@@ -234,7 +237,7 @@ class NixlTransport(Transport):
         )
 
     def check(self) -> None:
-        """Check invariants: registered memory is known here or used by a transfer in flight."""
+        """Check that registered memory is in `_regions` or used by a transfer in flight."""
         for lane in self._each_lane():
             lane.check(self._regions)
 
@@ -245,7 +248,7 @@ class NixlTransport(Transport):
             lane.release()
             lane = self._locked_lane(until_s, node)
         try:
-            # regions that another thread removes now are unregistered by lane.release()
+            # lane.release() unregisters the regions that another thread removes now
             lane.register(self._regions)
         except BaseException:
             lane.release()
@@ -262,7 +265,8 @@ class NixlTransport(Transport):
                 lane = self._free_lane(node)
             if lane is not None:
                 return lane
-            # all lanes are busy: start at a lane by thread, so that threads wait at different ones
+            # All lanes are busy. Each thread starts at a lane of its own, so that the threads wait
+            # at different lanes.
             lane = lanes[turn % len(lanes)]
             left_s = until_s - time.monotonic()
             if lane.lock.acquire(timeout=max(0.0, min(left_s, LOCK_S_MAX))):
@@ -272,9 +276,9 @@ class NixlTransport(Transport):
         raise TransferTimeout("every NIXL lane of this process is busy; nothing was transferred")
 
     def _free_lane(self, node: NodeInfo | None) -> AgentLane | None:
-        """Lock and return a free lane; None: all are busy. Needs `_lock`. Prefers a lane that is
-        connected to the node. Next best is a lane whose transfers no caller awaits, because
-        connecting may block the lane for long."""
+        """Lock and return a free lane, or None if all are busy. Needs `_lock`. Prefers a lane that
+        is connected to the node. Next best is a lane whose transfers no caller awaits, because the
+        lane must then connect, which may block it for long."""
         peers = [lane for lane in self._lanes if node is not None and lane.peer(node) is not None]
         for lane in [*peers, *(lane for lane in self._lanes if not node or not lane.is_awaited)]:
             if lane.lock.acquire(blocking=False):
@@ -308,7 +312,7 @@ class NixlTransport(Transport):
                     )
                 if wanted is not None and wanted.lock.acquire(timeout=LOCK_S_MAX):
                     lane = wanted
-                else:  # for example: the wanted lane is connecting to another node
+                else:  # for example, the wanted lane is connecting to another node
                     lane = self._take_lane(until_s, node)
                 try:
                     if not lane.is_frozen:
@@ -392,7 +396,7 @@ class NixlTransport(Transport):
 
 
 def _stop_transfers(lane: AgentLane, node_id: str) -> bool:
-    """Stop all transfers with the node on this lane. False: the lane may not be frozen."""
+    """Stop all transfers with the node on this lane. Returns False if it may not be frozen."""
     while True:
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
@@ -413,7 +417,7 @@ def _stop_transfers(lane: AgentLane, node_id: str) -> bool:
         finally:
             if is_ours:
                 lane.release()
-        # another thread posts or polls, on a slow machine: bytes may arrive, so try again
+        # Another thread is posting or polling, so bytes may arrive: try again.
 
 
 def _not_connected(node: NodeInfo, waited_s: float) -> TransferFailed:

@@ -11,13 +11,13 @@ on a reused port, can touch this memory.
 
 A connection that has not sent the token yet is *unauthenticated*, later a *member*. Unauthenticated
 connections have limits of their own, per host and in total, so they cannot take the room of
-members. At a limit, the oldest unauthenticated connection is closed if it is older than
+members. At a limit, the oldest connection that counts towards it is closed if it is older than
 CLOSABLE_AGE_S_MIN. Otherwise the new connection is rejected.
 
 A write must stop once its client has abandoned it. The client resets the connection at its
 deadline, and the server checks for a reset before it reads each batch of pieces from the socket.
 So a server that was frozen discards the queued bytes of an abandoned write, except for the batch in
-progress. The discarded bytes cannot reach memory that has a new owner by now.
+progress. They would otherwise change memory that may have a new owner by now.
 
 Not here: the frames (tcp_frames.py), the client (tcp_transport.py), granting slots (directory).
 """
@@ -54,7 +54,7 @@ from mooncake_store.transports.transport import TransferCounters, TransferTally
 log = logging.getLogger("mooncake_store.tcp")
 CONNECTIONS_MAX = 256  # of members
 UNAUTHENTICATED_MAX, UNAUTHENTICATED_HOST_MAX = 256, 64  # connections that have not sent the token
-HELLO_S = 5.0  # for a new client's TLS handshake (with keys) and its token, together
+HELLO_S = 5.0  # for a new client's TLS handshake and token together, and to send a rejection
 CLOSABLE_AGE_S_MIN = 0.5  # a younger unauthenticated connection is not closed to make room
 SILENCE_S = 30.0  # the longest silence within a message
 _ABORTED = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -70,7 +70,7 @@ class RequestRefused(Exception):
 
 @dataclass(slots=True, eq=False)
 class OpenConnection:
-    socket: socket.socket  # with TLS, once the handshake has started
+    socket: socket.socket  # with keys: wrapped in TLS before the handshake starts
     host: str  # address of the client
     opened_s: float  # time.monotonic() of the accept
     is_member: bool = False  # the client has sent the token
@@ -94,8 +94,8 @@ class TcpServer:
         assert memory.ndim == 1 and memory.itemsize == 1 and memory.flags.c_contiguous
         if not host or (host in ("0.0.0.0", "::") and not is_advertised):
             raise TcpServerRefused(
-                f"plain TCP at {host or 'no host'}: clients get this address, so give the one "
-                "of this host as they see it"
+                f"cannot serve plain TCP at {host or 'no host'}: name an address of this host to "
+                "which clients can connect"
             )
         refuse_unguarded(f"{host}:{port}", folder.of_process())
         self._tls = contexts_of_process()
@@ -169,7 +169,7 @@ class TcpServer:
                 connection.close()
 
     def _begin(self, client: OpenConnection) -> None:
-        """Start a thread that serves the client; LimitReached if there is no room."""
+        """Start a thread that serves the client. Raises LimitReached if there is no room."""
         with self._lock:
             if self._is_closing:
                 client.socket.close()
@@ -230,7 +230,7 @@ class TcpServer:
 
     def _is_admitted(self, client: OpenConnection) -> bool:
         """True: the client is authenticated. False: the client closed the connection without
-        sending. So it only tested the address (nixl_lane.is_reached)."""
+        sending, because it only tested the address (nixl_lane.is_reached)."""
         until_s = client.opened_s + HELLO_S
         try:
             client.socket.settimeout(HELLO_S)
@@ -251,8 +251,7 @@ class TcpServer:
         return True
 
     def _wrapped(self, client: OpenConnection, tls: TlsContexts) -> ssl.SSLSocket:
-        """The same connection with TLS. `client.socket` is replaced, so that close() closes the
-        wrapper."""
+        """The same connection with TLS. It replaces `client.socket`, so that close() closes it."""
         with self._lock:
             client.socket = wrapped = wrapped_by_server(client.socket, tls)
             is_closing = self._is_closing
@@ -309,8 +308,8 @@ class TcpServer:
 
 
 def _wake(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Wake the thread that waits for this connection, by a shutdown below TLS: that of TLS itself
-    is not thread-safe."""
+    """Wake the thread that waits for this connection, by a shutdown of the socket below TLS,
+    because the shutdown of TLS itself is not thread-safe."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(connection, how)
 

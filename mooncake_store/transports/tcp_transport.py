@@ -1,13 +1,13 @@
-"""Transport over plain TCP, where NIXL cannot load: a request and its bytes on one connection.
+"""Transport over plain TCP, for hosts where NIXL cannot load.
 
 A connection serves one transfer at a time. So each thread that moves bytes takes a connection from
 the node's pool or opens a new one. It returns the connection only after a successful transfer. At a
 deadline or an error the connection is closed. Nothing can then arrive in the targets of a read, so
-pending_targets() is always empty. The close is a reset, which overtakes the bytes that are still
-queued. The node stops a write when it detects the reset.
+pending_targets() is always empty. The close is a reset, so that the node stops a write before it
+has read the bytes that are still queued (tcp_server.py).
 
 A pooled connection may have died. So when it breaks, one more attempt is made on a new connection.
-Both directions may be repeated, because a transfer always moves the same bytes to the same address.
+Reads and writes may be repeated, because a transfer moves the same bytes to the same address again.
 
 Socket buffers are left to the kernel: its auto-tuning exceeds a fixed size (net.ipv4.tcp_rmem), and
 a fixed size of 4 MiB made no difference on one host.
@@ -35,8 +35,8 @@ from mooncake_store.transports.transport import TransferBatch, Transport
 
 IDLE_MAX = 8  # connections kept per node
 CONNECT_S = 5.0  # for connect(); a transfer has its own deadline
-# Total and pause of the retries after CROWDED: the server makes room by closing unauthenticated
-# connections older than 0.5 s (tcp_server.py).
+# Total time and pause of the retries after the answer CROWDED. The server makes room by closing
+# unauthenticated connections older than 0.5 s (tcp_server.py).
 CROWDED_S_MAX, CROWDED_PAUSE_S = 2.0, 0.05
 
 
@@ -84,7 +84,8 @@ class TcpTransport(Transport):
             raise _failure(batch.node, error, len(batch.remote), batch.is_read) from error
 
     def _ask(self, connection: socket.socket, batch: TransferBatch) -> None:
-        """Run the whole transfer on this connection, then pool it. After an error it is closed."""
+        """Run the whole transfer on this connection, then return the connection to the pool. After
+        an error the connection is closed."""
         node, remote, local, until_s, is_read = batch
         try:
             for start in range(0, len(remote), frames.SPANS_MAX):
@@ -154,7 +155,7 @@ def _admitted(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket
 
 
 def _opened(node: NodeInfo, until_s: float, tls: TlsContexts | None) -> socket.socket:
-    """A new connection, accepted by the node. OSError, FrameInvalid or TransferFailed."""
+    """A new connection, accepted by the node. Raises OSError, FrameInvalid or TransferFailed."""
     if not node.data_address:
         raise TransferFailed(f"node {node.node_id} serves no plain TCP; start it with --data")
     host, _, port = node.data_address.rpartition(":")
@@ -201,7 +202,7 @@ def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> Tra
     if isinstance(error, TimeoutError):
         late = "nothing more will arrive" if is_read else "the node may still write some of them"
         return TransferTimeout(
-            f"{where} did not move {spans} spans over TCP within the deadline: it is frozen, cut "
+            f"{where} did not answer within the deadline (TCP, {spans} spans): it is frozen, cut "
             f"off or overloaded; the connection is closed, {late}"
         )
     if isinstance(error, LimitReached):
@@ -210,7 +211,7 @@ def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> Tra
 
 
 def _reset(connection: socket.socket) -> None:
-    """Close by a reset: a normal end of stream would queue behind bytes of an abandoned write."""
+    """Close by a reset, because a normal close would first send the queued bytes of a write."""
     with contextlib.suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()

@@ -6,19 +6,19 @@ each of several cards can get an agent of its own, in storage nodes and in clien
 the *shared* one, serves the processes of its own host (which copy through the kernel). If no card
 has an agent, the shared agent serves all hosts.
 
-The first of these rules that applies decides:
+The first of these rules whose condition (before the colon) holds decides:
 
 - The operator names cards (MOONCAKE_TRUSTED_NICS): each of them gets an agent, also a single one.
-  The shared agent uses the loopback and these cards only. An empty list: NIXL moves nothing between
-  hosts.
+  The shared agent uses the loopback and these cards only. If the list is empty, NIXL moves nothing
+  between hosts.
 - UCX_NET_DEVICES names several interfaces: each gets an agent.
 - UCX_NET_DEVICES names one interface, or RDMA devices: the shared agent uses these.
 - The host has RDMA: UCX chooses the cards of the shared agent.
 - Two or more cards are up and have an address: each of them gets an agent.
 
 Two cards make a *pair* if they share a network. The remaining cards of the two hosts are paired in
-order, because a router may connect them. So cards of one rail (a switch for the same card of each
-host) are paired.
+order, because a router may connect them. So the first card of one host is paired with the first
+card of the other, which often share a switch (a rail).
 
 Not here: reading cards (host_topology.py), using pairs (nic_paths.py, nic_transport.py).
 """
@@ -43,7 +43,7 @@ class Interface:
     networks: tuple[str, ...] = ()  # of these addresses, as in "10.78.0.0/24"
     is_up: bool = True
     is_physical: bool = True  # has a device (also one that a hypervisor emulates)
-    is_part: bool = False  # of a bridge or bond, which is used in its place
+    is_part: bool = False  # True: belongs to a bridge or a bond, which is used in its place
     is_bridge: bool = False
     rdma_devices: tuple[str, ...] = ()  # UCX names, as in "mlx5_0:1"; () without RDMA
 

@@ -10,15 +10,15 @@ on its path (allowance_s). An overdue part is abandoned only if both conditions 
 
 - Another path to the same node has completed a transfer since the part was posted. Otherwise the
   node is frozen or overloaded, and its other paths would not be faster.
-- The path has no RDMA. An RDMA card may write into this host's memory at any later time. So such a
-  part ends by itself (its connection fails within seconds) or with the call's deadline.
+- The path has no RDMA. An RDMA card may write into this host's memory at any later time. So a part
+  over RDMA is in flight until its connection fails, within seconds, or until the call's deadline.
 
 The path is then in *cool-down*: it gets no parts until a small transfer over it, the probe, has
-succeeded. The first probe comes after COOL_DOWN_S, each further one after twice the pause, at most
-COOL_DOWN_S_MAX.
+succeeded. The first probe comes after COOL_DOWN_S. Each failed probe doubles the pause before the
+next, up to COOL_DOWN_S_MAX.
 
-Waiting time is the time that this process has spent polling. After a pause of the process itself
-all bytes may have arrived unread, so one poll counts at most LOOK_S.
+The waiting time of a part is the time that this process has spent polling. If the process itself
+was paused, all bytes may have arrived unread. So one poll counts as at most LOOK_S.
 
 Not here: threads, agents, clocks (nic_transport.py).
 """
@@ -32,7 +32,7 @@ from typing import NamedTuple
 PART_BYTES_MIN = 256 * 1024  # below this size a second path costs more than it saves
 PART_BYTES_MAX = 4 * 1024**2
 PARTS_PER_PATH_MAX = 2  # in flight, of one call: one moves and one waits, so no path is idle
-ALLOWANCE_S, ALLOWANCE_S_MIN = 1.5, 0.25  # the first exceeds 1 s: TCP retries a connection then
+ALLOWANCE_S, ALLOWANCE_S_MIN = 1.5, 0.25  # TCP retries a connection after 1 s, so allow for more
 UNKNOWN_BYTES_PER_S = 50e6  # assumed until a path has moved a part; the rate of a slow card
 SLOWER_MAX = 4.0  # a part this many times slower than recent ones is not stuck
 LOOK_S = 0.05  # the most waiting time that one poll counts
@@ -49,8 +49,8 @@ class Piece(NamedTuple):
 
 
 def cut(lengths_bytes: Sequence[int], part_bytes: int) -> list[list[Piece]]:
-    """Cut these spans into parts of at most `part_bytes`: every byte is in one part, in order. A
-    span is cut only if it is larger than a part, so that equal spans stay equal."""
+    """Cut these spans into parts of at most `part_bytes`. Every byte is in one part, in order. Only
+    spans larger than a part are cut, so that pieces of equal spans stay equal."""
     assert part_bytes > 0
     parts: list[list[Piece]] = []
     left_bytes = 0
@@ -68,8 +68,9 @@ def cut(lengths_bytes: Sequence[int], part_bytes: int) -> list[list[Piece]]:
 
 
 def part_bytes_for(total_bytes: int, paths: int) -> int:
-    """Size of a call's parts, within PART_BYTES_MIN and _MAX: a small call has PARTS_PER_PATH_MAX
-    parts for each path. A large call has more, so that a faster path takes more of them."""
+    """Size of a call's parts: PARTS_PER_PATH_MAX parts for each path, if this size is between
+    PART_BYTES_MIN and PART_BYTES_MAX. A large call has more parts, so that a fast path takes more
+    of them."""
     share_bytes = -(-total_bytes // (max(1, paths) * PARTS_PER_PATH_MAX))
     return max(PART_BYTES_MIN, min(PART_BYTES_MAX, share_bytes))
 
@@ -92,7 +93,7 @@ class NicPath:
 
     peer: str  # node and card of the other end
     counters: NicCounters  # of the local card, which has other paths too
-    has_rdma: bool = False  # parts are never abandoned then
+    has_rdma: bool = False  # True: parts of this path are never abandoned
     moved_bytes: int = 0  # of completed parts
     under_way_bytes: int = 0  # of parts in flight; >= 0
     bytes_per_s: float = 0.0  # smoothed rate of recent parts, waiting included; 0: no part yet
@@ -138,7 +139,7 @@ class NicPath:
             self.is_cooling_down, self.pause_s = True, COOL_DOWN_S
             self.probe_s = now_s + self.pause_s
             self.counters.cool_downs += 1
-            self.counters.cooling_down += not self.is_forgotten  # forget() was the last decrement
+            self.counters.cooling_down += not self.is_forgotten  # nothing decrements it after that
 
     def probe_failed(self, now_s: float) -> None:
         self.pause_s = min(2 * self.pause_s, COOL_DOWN_S_MAX)
@@ -159,8 +160,8 @@ class NicPath:
 
     def allowance_s(self, part_bytes: int, left_s: float) -> float:
         """Seconds that a part posted now may wait before it is overdue. `left_s`: time until the
-        call's deadline. At most half of it, so that the other half is left to move the part again.
-        But never less than ALLOWANCE_S_MIN."""
+        call's deadline. The result is at most half of `left_s`, so that the other half is left to
+        move the part again, but never less than ALLOWANCE_S_MIN."""
         rate = self.bytes_per_s or UNKNOWN_BYTES_PER_S
         wished_s = ALLOWANCE_S + SLOWER_MAX * part_bytes / rate
         return max(ALLOWANCE_S_MIN, min(wished_s, left_s / 2))
@@ -173,9 +174,9 @@ def next_path(
 
     `parts_under_way`: parts of this call in flight, by path. Order of preference: fewest parts of
     this call; no timeout since the last completed transfer; fewest bytes in flight over all calls;
-    fewest bytes moved so far. Recent rates do not count: a card that was slow for a moment would
-    get no parts, and never show that it is fast again. A path in cool-down is chosen only with
-    `is_last_resort`.
+    fewest bytes moved so far. Recent rates do not count, because a card that was slow for a moment
+    would get no parts, and never show that it is fast again. A path in cool-down is chosen only
+    with `is_last_resort`.
     """
     free = [
         at

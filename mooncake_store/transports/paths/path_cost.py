@@ -1,11 +1,11 @@
 """Chooses among copies of a block by the current cost of each path.
 
 The cost of a copy is the expected time until its last byte arrives, times a price for the distance.
-The time is the bytes in flight from that node plus the block, divided by the node's rate. The rate
-is measured; until then it is a typical rate of the distance. Time alone would send traffic across
-the network whenever that is a little faster for this reader. But a byte from farther away uses more
-of the shared network, so each step of distance has a higher price. With equal load and equal rates,
-the order is same node < same host < same rack < other.
+The time is the bytes in flight from that node plus the block, divided by the node's rate. Until the
+rate is measured, it is a typical rate of the distance. Time alone would send traffic across the
+network whenever that is a little faster for this reader. But a byte from farther away uses more of
+the shared network, so each step of distance has a higher price. With equal load and equal rates,
+the order of cost is same node < same host < same rack < other.
 
 Copies on SSDs come last on any path: reading one takes a slot of DRAM from another block.
 
@@ -35,7 +35,7 @@ PRICE = {  # factor on the transfer time, no unit; >= 1
     Distance.SAME_RACK: 1.5,
     Distance.OTHER: 2.0,
 }
-# rough rates, used until a node's rate is measured; they compete with measured rates
+# Rough rates of nodes whose rate is not measured yet.
 TYPICAL_BYTES_PER_S = {
     Distance.SAME_NODE: 8e9,
     Distance.SAME_HOST: 4e9,
@@ -78,8 +78,8 @@ def distance(node: NodeInfo, own_id: str, host_id: str, rack: str) -> Distance:
 def named_copy(
     copies: Sequence[Copy], node_ids: Sequence[str], routes: Mapping[str, CopyRoute]
 ) -> Copy | None:
-    """The copy on the first of these nodes that has both a copy and a route. `copies` lists DRAM
-    before SSD, as lookup returns them, so a DRAM copy is preferred."""
+    """The copy on the first of these nodes that has both a copy and a route. DRAM is preferred,
+    because `copies` lists it before SSD, as lookup does."""
     for node_id in node_ids:
         for copy in copies:
             if copy.node_id.removesuffix(SSD_SUFFIX) == node_id and copy.node_id in routes:
@@ -90,9 +90,9 @@ def named_copy(
 def best_copies(
     found: Sequence[Sequence[Copy]], routes: Mapping[str, CopyRoute]
 ) -> list[Copy | None]:
-    """One copy of each block; None: no node with a copy has a route. Each block assigned to a node
-    raises that node's cost for the next block of the call. So two equal nodes that have all blocks
-    of a prefix send half of them each."""
+    """The cheapest copy of each block; None: no node with a copy has a route. A block assigned to a
+    node raises that node's cost for the next block of the call. So two equal nodes that have all
+    blocks of a prefix send half of them each."""
     if all(len(copies) < 2 for copies in found):  # nearly always: no block has two copies
         return [copies[0] if copies and copies[0].node_id in routes else None for copies in found]
     ends_s = {node_id: route.cost_s(0) for node_id, route in routes.items()}

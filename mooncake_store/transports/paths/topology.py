@@ -55,7 +55,7 @@ class Nic:
 
     name: str  # of the RDMA device if there is one, else of the interface
     interface: str  # "" if the RDMA device has none
-    rdma_ports: tuple[int, ...]  # active ports; () for a card without RDMA
+    rdma_ports: tuple[int, ...]  # active ports; () without RDMA, or if no port is active
     bits_per_s: int  # 0: not reported
     is_up: bool
     numa_node: int  # -1: unknown
@@ -82,21 +82,22 @@ class Topology:
     problems: tuple[str, ...]  # entries of the tree that are missing or invalid
 
     def near_numa(self, number: int) -> tuple[str, ...]:
-        """Names of the cards that are closest to this NUMA node: on the node, else all."""
+        """Names of the _best() cards on this NUMA node, or of all _best() cards if none is there."""
         return _closest((nic, nic.numa_node != number) for nic in self._best())
 
     def near_gpu(self, gpu: Gpu) -> tuple[str, ...]:
         return _closest((nic, closeness(nic, gpu)) for nic in self._best())
 
     def _best(self) -> list[Nic]:
-        """Cards that work. If any has RDMA, only RDMA cards: the others carry control traffic."""
+        """The cards that are up. If any has RDMA, only RDMA cards, because the others carry control
+        traffic."""
         working = [nic for nic in self.nics if nic.is_up]
         return [nic for nic in working if nic.has_rdma] or working
 
     def ucx_net_devices(self, cpus: Iterable[int]) -> str:
-        """UCX_NET_DEVICES for a process on these CPUs; "" if there is no RDMA. Lists the working
-        RDMA ports close to the NUMA nodes of these CPUs. Also lists interfaces for TCP, so that
-        peers without RDMA can be reached (UCX prefers RDMA by itself)."""
+        """UCX_NET_DEVICES for a process on these CPUs; "" if there is no RDMA. Lists the active
+        RDMA ports on the NUMA nodes of these CPUs, or all active RDMA ports if there is none. Also
+        lists interfaces for TCP, so that peers without RDMA can be reached."""
         nodes = {node.number for node in self.numa_nodes if set(node.cpus) & set(cpus)}
         working = [nic for nic in self.nics if nic.is_up]
         rdma = [nic for nic in working if nic.has_rdma]
@@ -179,7 +180,7 @@ class _Reader:
 
     def __init__(self, tree: Mapping[str, str]) -> None:
         self._tree = tree
-        self.only_node = -1  # the host's only NUMA node, taken for every device; -1: not just one
+        self.only_node = -1  # NUMA node of every device; -1: the host does not have exactly one
         self.problems: list[str] = []
 
     def names(self, folder: str) -> list[str]:
@@ -228,15 +229,14 @@ class _Reader:
         return NumaNode(int(name[4:]), cpus, memory_bytes)
 
     def net(self, name: str) -> Nic | None:
-        """An Ethernet interface with hardware; None for the loopback and other virtual
-        interfaces."""
+        """An interface with hardware; None for a virtual interface, such as the loopback."""
         folder = f"{NETS}{name}"
         pci = self._link(folder)
         if not pci:
             return None
         is_up = self._text(f"{folder}/operstate") == "up"
         megabits = 0
-        if is_up and f"{folder}/speed" in self._tree:  # virtual cards have no speed, or -1
+        if is_up and f"{folder}/speed" in self._tree:  # virtual cards have no speed or report -1
             megabits = max(0, self._number(f"{folder}/speed", 0))
         numa = self._numa_of(f"{folder}/device/numa_node")
         return Nic(name, name, (), megabits * 10**6, is_up, numa, pci)
@@ -271,7 +271,7 @@ class _Reader:
 
 
 def expand(cpulist: str) -> tuple[int, ...]:
-    """ "0-2,8" -> (0, 1, 2, 8); ValueError for anything else. A node without CPUs has ""."""
+    """ "0-2,8" -> (0, 1, 2, 8), "" (a node without CPUs) -> (). Raises ValueError."""
     found: list[int] = []
     for part in cpulist.split(",") if cpulist else []:
         first, _, last = part.partition("-")

@@ -327,5 +327,5 @@ def test_an_address_that_cannot_be_had_is_an_error_with_a_remedy(
     assert everywhere.address.startswith("0.0.0.0:"), "clients are given another one"
     everywhere.close()
     for wildcard in ("", "0.0.0.0", "::"):
-        with pytest.raises(TcpServerRefused, match="as they see it"):
+        with pytest.raises(TcpServerRefused, match="to which clients can connect"):
             TcpServer(np.zeros(8, np.uint8), wildcard, token=b"x")
