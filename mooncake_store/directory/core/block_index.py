@@ -17,11 +17,12 @@ from mooncake_store.directory.core.holder import CopyState, HeldCopy, Holder
 from mooncake_store.records.blocks import BlockPage, Copy
 
 _made = tuple.__new__  # creates a NamedTuple in half the time of its constructor
-KEPT_FROM = 8  # copies of a key from which on its answer is cached; fewer are converted quickly
+KEPT_FROM = 8  # the answer for a key is cached if it has at least this many copies
 
 
 class SeveralCopies(tuple[HeldCopy, ...]):
-    """All ready copies of one key, at least two. The record of a ready copy never changes."""
+    """All ready copies of one key, at least two. The records of ready copies never change, so they
+    can be cached."""
 
     answer: tuple[Copy, ...] = ()  # cached answer to a lookup; empty if not cached
 
@@ -143,9 +144,9 @@ class BlockIndex:
                 yield key, nodes
 
     def page(self, first: int, blocks_max: int) -> BlockPage:
-        """The blocks among `blocks_max` keys from position `first`, without ephemeral copies. True:
-        these were the last keys. Removals shift the positions, so later pages may omit blocks.
-        Skipping one earlier key takes 10 ns."""
+        """The blocks among `blocks_max` keys from position `first`, without ephemeral copies, and
+        whether these were the last keys. Removals shift the positions, so later pages may omit
+        blocks. Each of the first `first` keys costs 10 ns."""
         chosen = list(islice(self.held.items(), first, first + blocks_max))
         page = []
         for key, held in chosen:

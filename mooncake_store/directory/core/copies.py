@@ -49,7 +49,8 @@ from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, No
 # granted fewer than 10**9 per second. If the clock was set back, `outgrow` moves the counter above
 # the generations in the inventories of the nodes.
 
-# From the last lease of a corrupt copy until its slot is free: a read may end after its lease.
+# Seconds from the last lease of a corrupt copy until its slot is free, because a read may still be
+# in flight when its lease ends.
 BAD_QUARANTINE_S = 2.0
 LOOK_AGAIN_S = 1e-4  # pause after a failed slab search, per idle block; visiting one takes 1e-6 s
 _made = tuple.__new__  # creates a NamedTuple in half the time of its constructor
@@ -96,8 +97,8 @@ class CopyTable:
         kind: CopyKind = CopyKind.COMMITTED,
         tenant: str = "",
     ) -> HeldCopy | None:
-        """`reserve_chain` for one key that counts for `tenant`; None without room. QuotaExceeded:
-        the quota is full, and evicting the tenant's own idle blocks does not suffice."""
+        """Reserve a slot for one key, which counts for `tenant`; None if the holder has no room.
+        Raises QuotaExceeded if the quota has no room, even after evicting the tenant's blocks."""
         assert key not in holder.writing, f"{key.hex()} is being written already"
         self.make_tenant_room(tenant, size_bytes)
         copies = self.reserve_chain(holder, [key], owner, size_bytes, kind)
@@ -106,7 +107,7 @@ class CopyTable:
         return copies[0] if copies else None
 
     def make_tenant_room(self, tenant: str, size_bytes: int) -> None:
-        """Evict idle blocks of `tenant` until `size_bytes` fit its quota; else QuotaExceeded."""
+        """Evict idle blocks of `tenant` until `size_bytes` fit its quota. Raises QuotaExceeded."""
         for victim in self.tenants.victims(tenant, size_bytes) if tenant else ():
             self.evict(victim)
 
@@ -125,7 +126,7 @@ class CopyTable:
         """A leased slot for each key that is not being written and has no copy in `present` (the
         holder's copy per key, or None); None for the other keys. The result ends before the first
         key without room. `first`: position of keys[0] among the blocks of the owner's prompt.
-        QuotaExceeded: the tenant has no room for keys[0]."""
+        Raises QuotaExceeded if the tenant has no room for keys[0]."""
         writing, epoch = holder.writing, self.epoch
         is_limited, made = self.tenants.are_limited, dict[bytes, HeldCopy]()
         if not is_limited:
@@ -153,7 +154,7 @@ class CopyTable:
         for depth, (key, held) in enumerate(zip(keys, present, strict=True), first):
             copy = made.pop(key, None)
             if is_limited and held is None and key not in writing:
-                # One key at a time: each may first need an eviction of the tenant's own blocks.
+                # One key at a time, because each may require evictions of the tenant's own blocks.
                 try:
                     copy = self.reserve(holder, key, owner, size_bytes, kind, payers[key])
                 except QuotaExceeded:
@@ -288,7 +289,8 @@ class CopyTable:
     # ---- room
 
     def _make_room(self, size_class: SizeClass) -> bool:
-        """Evict a soft-pinned copy of this size, or else slabs of other sizes. False: nothing."""
+        """Evict a soft-pinned copy of this size, or else slabs of other sizes. Returns False if
+        nothing was evicted."""
         holder = size_class.holder
         if soft := size_class.soft.take_coldest(1):
             self.evict(self._on(soft[0], holder))
@@ -300,7 +302,7 @@ class CopyTable:
 
         Only slabs whose blocks are all idle qualify. The size with the most idle memory is emptied
         first, and within a size the slab with the coldest block. Slabs in which all blocks are
-        soft-pinned are last. False: the slabs are too small, and nothing was evicted.
+        soft-pinned are last. Returns False if nothing was evicted.
         The search visits every idle block of the holder, but is rarely needed. After a failure, the
         next search waits LOOK_AGAIN_S per idle block, so that searches cannot delay all requests.
         """
@@ -350,7 +352,7 @@ class CopyTable:
     def spill(
         self, dram: Holder, ssd: Holder, owner: str, blocks_max: int, until_s: float
     ) -> list[Spill]:
-        """Reserve SSD slots for cold DRAM blocks, leased to `owner`; stops if the SSD has no room.
+        """Reserve SSD slots for cold DRAM blocks, leased to `owner`, as far as the SSD has room.
 
         The block in DRAM gets no lease, because a lease would make it the most recently used one.
         So the block may be evicted and overwritten while the node writes it to the SSD. The node
@@ -361,7 +363,7 @@ class CopyTable:
             return []
         self.leases.refuse_too_many(owner, len(chosen))
         spills: list[Spill] = []
-        # The coldest block gets the greatest depth. So it is idle first and stays the coldest.
+        # The coldest block gets the greatest depth. So it is idle first, and is coldest on the SSD.
         for depth, copy in enumerate(reversed(chosen)):
             if not self._tenant_has_room(copy):  # earlier blocks have filled the quota
                 continue
@@ -389,7 +391,7 @@ class CopyTable:
         if dram.pool.used_units < self.config.spill_fraction * dram.pool.units:
             return []
         found: list[HeldCopy] = []
-        # Blocks beyond half of the SSD would evict each other there and be written repeatedly.
+        # More blocks than half of the SSD would evict each other there and be written repeatedly.
         left_units = ssd.pool.units // 2
         for size_class in dram.size_classes.values():
             for key in size_class.idle.keys(SPILLS_LOOKED_AT_MAX):
@@ -429,7 +431,7 @@ class CopyTable:
 
     def unleased(self, copies: Iterable[HeldCopy]) -> None:
         """Of the copies without a lease, make the ready ones idle; remove writing, corrupt and
-        ephemeral ones. The end of a prompt comes first, because what is idle first is colder."""
+        ephemeral ones. The first of `copies` becomes the coldest; it is the end of a prompt."""
         writing, bad, ephemeral = CopyState.WRITING, CopyState.BAD, CopyKind.EPHEMERAL
         idle: list[HeldCopy] = []
         for copy in copies:
@@ -468,7 +470,8 @@ class CopyTable:
         yield from (copy for copy in holder.pinned.values() if copy.leases == 0)
 
     def listed(self, holder: Holder, only_here: bool) -> Iterator[HeldCopy]:
-        """Ready copies, not ephemeral. `only_here`: only those without a copy on the same tier."""
+        """The ready copies that are not ephemeral. `only_here`: only copies of blocks that no other
+        holder in the same tier has."""
         for copy in self.of(holder):
             others = copies_of(self.blocks.held[copy.key]) if only_here else ()
             tiers = [other.holder.info.tier for other in others if other is not copy]
@@ -500,7 +503,7 @@ class CopyTable:
     # ---- pins
 
     def _possible(self, copy: HeldCopy, pin: Pin) -> Pin:
-        """`pin`, or a soft pin where hard pins would exceed hard_pin_fraction_max of the holder."""
+        """`pin`, or SOFT if hard pins would exceed hard_pin_fraction_max of the holder."""
         holder = copy.holder
         allowed = holder.pool.units * self.config.hard_pin_fraction_max
         is_hard = pin is Pin.HARD and copy.pin is not Pin.HARD

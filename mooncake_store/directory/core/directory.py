@@ -1,10 +1,10 @@
 """Directory of all blocks, copies, leases, storage nodes and workers: the source of truth.
 
-A node's DRAM and SSD register separately, as node ids "s0" and "s0/ssd": each is a *holder*.
-A writer allocates a slot on a holder (state writing, leased to the writer), fills it, and commits
-it with a checksum (ready, announced). Lookups lease the copy to readers. Without leases the copy is
-idle and may be evicted. Each use of a slot has a number, its *generation*, which only grows. Each
-start of the directory has an *epoch*.
+The DRAM and the SSD of a node register separately, as "s0" and "s0/ssd". Each is a *holder*. A
+writer allocates a slot on a holder (state writing, leased to the writer), fills it, and commits it
+with a checksum (state ready, announced by an event). Lookups lease the copy to readers. Without
+leases the copy is idle and may be evicted. Each use of a slot has a number, its *generation*, which
+only grows. Each start of the directory has a number, its *epoch*.
 
 Faults are made harmless instead of being prevented:
 1. Vanished writer: its lease has expired, or was released without a commit. A transfer may still be
@@ -12,7 +12,7 @@ Faults are made harmless instead of being prevented:
    frees the slot.
 2. Late commit: its generation is not current any more. The commit is rejected and changes nothing.
 3. Late or failed read: the reader finds another generation or checksum, counts a miss, and calls
-   `drop_copy`. A copy that is still listed is removed, and its slot is freed after its leases.
+   `drop_copy`. If the copy is still listed, it is removed, and its slot is freed after its leases.
 4. Restarted storage node: the copies of its earlier incarnation (process) are removed. The new
    incarnation reports the blocks that are left (those on its SSD) as its inventory.
 5. Restarted directory: it starts empty and adopts the inventories of the nodes (`adopt`). It
@@ -68,7 +68,7 @@ class Directory:
     def __init__(
         self, epoch: int, config: DirectoryConfig | None = None, begin_s: float = 0.0
     ) -> None:
-        """`begin_s`: seconds for a writer to mark its slots, see Allocation; 0: no elections."""
+        """`begin_s`: see Allocation.begin_s; 0: directories are not elected."""
         assert epoch >= 0
         self.epoch, self.begin_s = epoch, begin_s
         self.config = config or DirectoryConfig()
@@ -82,7 +82,7 @@ class Directory:
 
     def register_node(self, info: NodeInfo, now_s: float) -> int:
         """Register a holder; returns the epoch. A new incarnation replaces the earlier one, whose
-        copies are removed. RequestInvalid, StoreFull: this holder may not register."""
+        copies are removed. Raises RequestInvalid or StoreFull if the holder may not register."""
         self._copies.advance(now_s)
         if self._nodes.alive(info.node_id, info.incarnation, now_s):
             return self.epoch  # repeated registration: the copies stay valid
@@ -94,8 +94,8 @@ class Directory:
         return self.epoch
 
     def node_report(self, node_id: str, incarnation: str, now_s: float, epoch: int = 0) -> bool:
-        """Record that the node is alive. False: the node is not registered (any more). EpochPassed:
-        the node registered with the directory of `epoch`. In both cases it must register again."""
+        """Record that the node is alive. False: this incarnation is not registered (any more).
+        Raises EpochPassed if the node registered with another directory, of `epoch`."""
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
         return self._nodes.alive(node_id, incarnation, now_s)
@@ -113,7 +113,7 @@ class Directory:
         return [holder.info for holder in self._nodes]
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int, now_s: float) -> Geometry:
-        """The geometry of this node's slots; required before `allocate`, and again after
+        """The geometry of this node's slots. A call is required before `allocate`, and again after
         NodeNotAttached. LayoutMismatch: the node is smaller than one block of `block_bytes`."""
         self._copies.advance(now_s)
         return self._nodes.attach(node_id, fingerprint, block_bytes)
@@ -133,18 +133,19 @@ class Directory:
     ) -> Allocation:
         """A new slot, leased to `owner`, for each key that this node neither stores nor is writing.
 
-        `keys` are consecutive blocks of a prompt, each of `size_bytes` (0: the size of the worker
-        that attached first). Stored blocks are leased to `owner` too, so that the new blocks do not
-        evict them. The grant stops at the first key without room, because blocks after a hole in a
-        prompt cannot be found. A node that drains, or whose inventory is incomplete, grants and
-        leases nothing. The blocks count for `tenant`; "": for the tenant of their other copies.
-        QuotaExceeded: the tenant has no room for keys[0]. NodeNotAttached, StoreFull (leases).
+        `keys` are consecutive blocks of a prompt, each of `size_bytes` (0: the block size of the
+        worker that attached first). Stored blocks are leased to `owner` too, so that the new blocks
+        do not evict them. The grant stops at the first key without room, because blocks after a
+        hole in a prompt cannot be found. A node that drains, or whose inventory is incomplete,
+        grants and leases nothing. The new blocks count for `tenant`, or, if it is "", for the
+        tenant of the block's other copies. Raises QuotaExceeded if the tenant has no room for
+        keys[0], NodeNotAttached, or StoreFull (too many leases).
         """
         table = self._copies
         table.advance(now_s)
         holder = self._nodes.attached(node_id)
         if lease_s <= 0:
-            raise RequestInvalid("allocate needs lease_s > 0: an unleased slot has no writer")
+            raise RequestInvalid("allocate needs lease_s > 0, because a slot needs a writer")
         size_bytes = size_bytes or holder.block_bytes
         if holder.pool.units < holder.pool.units_for(size_bytes):
             raise RequestInvalid(
@@ -176,12 +177,12 @@ class Directory:
         now_s: float,
         epoch: int = 0,
     ) -> list[bool]:
-        """Commit written blocks (key, slot, generation, checksum), which stay leased to `owner`.
+        """Commit written blocks (key, slot, generation, checksum). If lease_s is 0, they lose their
+        leases. Otherwise all leases of `owner` are extended.
 
-        False for a block whose slot does not belong to this owner (any more). If lease_s is 0, the
-        committed copies lose their leases. Else all leases of `owner` are extended. EpochPassed: an
-        earlier directory, of `epoch`, granted the slots (0: unknown). RequestInvalid: every block
-        was committed before, or was never allocated.
+        Returns False for a block whose slot does not belong to this owner (any more). Raises
+        EpochPassed if an earlier directory, of `epoch`, granted the slots (0: unknown), and
+        RequestInvalid if each block was committed before or was never allocated.
         """
         table = self._copies
         table.advance(now_s)
@@ -222,8 +223,8 @@ class Directory:
     ) -> ReservedCommit:
         """Commit (key, slot, generation, checksum) of blocks in slots that `owner` has reserved.
         The blocks become ready, without a lease. Then up to `slots` more slots of `size_bytes` each
-        are reserved without a key, and all leases of `owner` are renewed. A node that is unknown,
-        or whose inventory is incomplete, rejects all of this."""
+        are reserved without a key, and all leases of `owner` are renewed. If the node is unknown or
+        its inventory is incomplete, nothing changes, and every block is REFUSED."""
         table = self._copies
         table.advance(now_s)
         self._refuse_epoch(epoch)
@@ -239,9 +240,9 @@ class Directory:
         return ReservedCommit(tuple(verdicts), is_held, most, tuple(new), self.epoch, self.begin_s)
 
     def _refuse_epoch(self, epoch: int) -> None:
-        """Raise an error if another directory, of `epoch`, made the grant in question; 0: unknown.
-        Elected epochs only grow, so a later epoch proves that this directory no longer leads.
-        Without elections, epochs are wall-clock times, and another epoch counts as earlier."""
+        """Raise an error if another directory, of `epoch`, granted what the request refers to; 0:
+        unknown. Elected epochs only grow, so a later epoch proves that this directory no longer
+        leads. Without elections, epochs are wall-clock times; any other epoch counts as earlier."""
         if epoch in (0, self.epoch):
             return
         is_elected = self.begin_s > 0
@@ -292,8 +293,9 @@ class Directory:
         now_s: float,
         prefix_only: bool = True,
     ) -> list[tuple[Copy, ...]]:
-        """The ready copies of each key, leased to `owner`, up to the first key without a copy.
-        With lease_s=0, only a use is recorded. prefix_only=False: an entry per key, perhaps ()."""
+        """The ready copies of each key, leased to `owner`, up to the first key without a copy. With
+        lease_s=0, a use is recorded instead of a lease. With prefix_only=False, the result has an
+        entry for each key, which is () without a copy."""
         table = self._copies
         table.advance(now_s)
         found: Sequence[Held | None]
@@ -337,8 +339,8 @@ class Directory:
         return True
 
     def remove(self, keys: Sequence[bytes], now_s: float, node_id: str = "") -> list[bool]:
-        """Remove the copies of these keys on all nodes, or on `node_id`, even if pinned. False for
-        a key of which a leased copy stays. True also for a key without copies."""
+        """Remove the copies of these keys on all nodes, or on `node_id`, even if pinned. Leased
+        copies stay. The result is False for each key with a copy that stays."""
         self._copies.advance(now_s)
         gone = []
         for key in keys:
@@ -353,15 +355,15 @@ class Directory:
     # ---- leases
 
     def renew(self, owner: str, lease_s: float, now_s: float, epoch: int = 0) -> bool:
-        """Extend all leases of `owner`. False: `owner` has no leases (any more). EpochPassed: an
-        earlier directory, of `epoch`, granted them."""
+        """Extend all leases of `owner`. Returns False if `owner` has no leases (any more). Raises
+        EpochPassed if an earlier directory, of `epoch`, granted the leases."""
         self._copies.advance(now_s)
         self._refuse_epoch(epoch)
         leases = self._copies.leases
         return leases.renew(owner, leases.deadline_s(now_s, lease_s))
 
     def release(self, owner: str, now_s: float) -> bool:
-        """End all leases of `owner`; its uncommitted slots are quarantined. False: it had none."""
+        """End all leases of `owner`; its uncommitted slots are quarantined. False: no leases."""
         self._copies.advance(now_s)
         is_known = owner in self._copies.leases
         self._copies.unleased(self._copies.leases.release(owner))
@@ -370,7 +372,7 @@ class Directory:
     # ---- workers
 
     def register_worker(self, info: WorkerInfo, now_s: float) -> None:
-        """Register a worker. FingerprintMismatch: its KV is not valid on another live worker."""
+        """Register a worker. Raises what WorkerTable.register raises."""
         self._copies.advance(now_s)
         self._copies.events.extend(self._workers.register(info, now_s))
 
@@ -405,7 +407,7 @@ class Directory:
         return self._copies.events.sequence
 
     def events_since(self, sequence: int) -> list[Event] | None:
-        """Events after number `sequence`; None when they are no longer kept: take a snapshot."""
+        """Events after number `sequence`; None if some of these are no longer kept."""
         return self._copies.events.since(sequence)
 
     def snapshot(self, now_s: float, with_blocks: bool = True) -> Snapshot:
@@ -460,9 +462,9 @@ class Directory:
         that the holder had before it registered.
 
         The inventory may take several calls; the last call opens the holder for new blocks.
-        Returns the number of adopted blocks, which is 0 before the last call. NodeUnknown: this
-        incarnation is not registered. EpochPassed: it registered with an earlier directory.
-        Slots of unfinished and of ephemeral blocks are quarantined (inventory.py).
+        Returns the number of adopted blocks, which is 0 before the last call. Raises NodeUnknown if
+        this incarnation is not registered, and EpochPassed if it registered with an earlier
+        directory. Slots of unfinished and of ephemeral blocks are quarantined (inventory.py).
         """
         table = self._copies
         table.advance(now_s)
@@ -474,7 +476,7 @@ class Directory:
             )
         if holder.is_open:
             raise RequestInvalid(
-                f"storage node {node_id} is open: an inventory comes before the first allocation"
+                f"the inventory of storage node {node_id} is complete; it cannot be extended"
             )
         holder.inventory += [inventory.InventoryBlock(*block) for block in blocks]
         if len(holder.inventory) > min(holder.pool.units, INVENTORY_BLOCKS_MAX):
@@ -506,8 +508,9 @@ class Directory:
         now_s: float,
         epoch: int = 0,
     ) -> list[Spill]:
-        """Blocks in the DRAM of `node_id` to copy to its SSD, with SSD slots leased to `owner`. []:
-        nothing to copy, or no room. NodeUnknown: the node or its SSD is not registered."""
+        """Blocks in the DRAM of `node_id` to copy to its SSD, with SSD slots leased to `owner`; []
+        if there are none or the SSD has no room. Raises NodeUnknown if the node or its SSD is not
+        registered."""
         table = self._copies
         table.advance(now_s)
         self._refuse_epoch(epoch)
@@ -528,7 +531,7 @@ class Directory:
         self, node_id: str, blocks_max: int, only_here: bool, now_s: float
     ) -> list[tuple[bytes, Copy]]:
         """Up to `blocks_max` ready blocks of a node, without ephemeral ones. `only_here`: only
-        those without a copy on another node of its tier (DRAM or SSD)."""
+        blocks without a copy on another node in the same tier (DRAM or SSD)."""
         self._copies.advance(now_s)
         found = self._copies.listed(self._nodes.registered(node_id), only_here)
         return [(copy.key, copy.record) for copy in islice(found, blocks_max)]
@@ -543,7 +546,7 @@ class Directory:
     def pin(self, keys: Sequence[bytes], kind: str, ttl_s: float, now_s: float) -> list[bool]:
         """Pin all present and future copies of these keys: "soft" for ttl_s, "hard" until "none".
         False for a key that got only a soft pin on a holder, because hard pins would exceed
-        hard_pin_fraction_max there. RequestInvalid, StoreFull: no key has changed."""
+        hard_pin_fraction_max there. If RequestInvalid or StoreFull is raised, no key changes."""
         table = self._copies
         table.advance(now_s)
         pin = table.pins.checked(keys, kind, ttl_s)

@@ -1,15 +1,15 @@
 """Log of changes to pins and quotas, which outlive the process of a directory. Pure.
 
 A request that changes pins is one record (the kind of pin and the keys), whatever the number of
-keys. A record must fit into one etcd transaction of 1.5 MB and 128 operations; 65,536 keys are 1
-MB. Records are numbered. If two records name a key, the later one counts. The quota of a tenant is
-one key in etcd, which is overwritten.
+keys. A record must fit into one etcd transaction, which is limited to 1.5 MB and 128 operations;
+65,536 block keys are 1 MB. Records are numbered. If two records name a block key, the later one
+counts. The quota of a tenant is one key in etcd, which is overwritten.
 
-The log grows with every change, also with the removal of a pin. It is rewritten when it has too
-many records, or more than SLACK_ENTRIES keys beyond twice the pinned keys. A rewrite appends
-records of all current pins, and its last change deletes all earlier records. Old and new records
-agree, so a rewrite may be interrupted at any point. A million hard pins take 31 records and 16 MB,
-and about three times that at the end of a rewrite.
+The log grows with every change, also with the removal of a pin. It is rewritten when it has more
+than RECORDS_MAX records, or more keys than twice the pinned ones plus SLACK_ENTRIES. A rewrite
+appends records of all current pins, and its last change deletes all earlier records. Old and new
+records agree, so a rewrite may be interrupted at any point. A million hard pins take 31 records and
+16 MB, and about three times that at the end of a rewrite.
 
 Times are milliseconds of the wall clock, because the next directory may run on another host. A soft
 pin ends earlier or later by the difference of the two clocks.
@@ -25,8 +25,8 @@ from itertools import islice
 
 from mooncake_store.block_keys import KEY_BYTES
 
-SLACK_ENTRIES = 65_536  # keys in the log beyond twice the pinned ones, before a rewrite
-RECORDS_MAX = 4_096  # records in the log before a rewrite
+SLACK_ENTRIES = 65_536
+RECORDS_MAX = 4_096
 REWRITTEN_KEYS = 32_768  # keys per record of a rewrite, each with its own expiry
 
 

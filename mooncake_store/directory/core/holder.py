@@ -7,9 +7,9 @@ copies, a holder has at most one copy of a block. The lease table may still refe
 each copy has its state. The slot, generation and checksum of a gone copy are void, because another
 copy may use its row in ColumnStore.
 
-The copies of one size form a *size class* with its own order of eviction: room for a block comes
-from a block of the same size. Soft-pinned copies are in a second order, used when the first one is
-empty. Hard-pinned copies are in no order.
+The copies of one size form a *size class* with its own order of eviction, because room for a block
+comes from a block of the same size. Soft-pinned copies are in a second order, which is used when
+the first one is empty. Hard-pinned copies are in no order.
 
 Ten million copies must fit into 4 GiB. So slots, generations and checksums are in columns, a holder
 has no dict of its ready copies, and owners are recorded only until a copy is ready.
@@ -48,7 +48,7 @@ class CopyKind(Enum):
 
     COMMITTED = "committed"  # committed, or allocated to be committed
     EPHEMERAL = "ephemeral"  # freed with its last lease
-    ADOPTED = "adopted"  # from an inventory: stored before the node registered with this directory
+    ADOPTED = "adopted"  # in the node's inventory: stored before the node registered
     RESERVED = "reserved"  # a slot reserved ahead, without a key (reservations.py)
 
 
@@ -103,7 +103,7 @@ class SizeClass:
 
     holder: Holder
     units: int  # per slot, at least 1
-    node_id: str  # the holder's, like `columns`; repeated here because every lookup reads both
+    node_id: str  # copied from the holder, like `columns`, because every lookup reads both
     columns: ColumnStore
     idle: EvictionOrder  # ready copies without a lease or a pin
     is_ssd: bool  # whether the holder is an SSD
@@ -120,7 +120,7 @@ class SizeClass:
 
 @dataclass(slots=True, eq=False)
 class HeldCopy:
-    """One block in one slot. Compared by identity: the same key may return to the same slot."""
+    """One block in one slot. Compared by identity, because a key may return to the same slot."""
 
     key: bytes
     size_class: SizeClass
@@ -171,8 +171,8 @@ class HeldCopy:
 
 
 def _by_order(copies: Iterable[HeldCopy]) -> Iterable[tuple[EvictionOrder, list[bytes]]]:
-    """Group the keys of these copies by their order of eviction, without hard-pinned copies. One
-    call per order then handles a whole prompt. Only keys of the same order keep their sequence."""
+    """Group the keys of these copies by order of eviction, without hard-pinned copies. So one call
+    per order handles a whole prompt. Keys of the same order keep their sequence."""
     found: dict[SizeClass, list[bytes]] = {}
     soft: dict[SizeClass, list[bytes]] = {}
     for copy in copies:
@@ -202,19 +202,19 @@ def become_idle(copies: Iterable[HeldCopy]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """A registered holder. It takes blocks once it is *open*, that is, its inventory is adopted."""
+    """A registered holder. It takes blocks once it is *open*: its inventory has been adopted."""
 
     info: NodeInfo
-    seen_s: float  # time of its last registration or report, by the directory's clock
+    seen_s: float  # time of the last registration or report, by the directory's clock
     geometry: Geometry
     pool: SlotPool
-    registered_s: float  # time of its registration, by the same clock
-    eviction: str = "lru"  # name of its policy, see eviction/
+    registered_s: float  # time of the registration, by the directory's clock
+    eviction: str = "lru"  # name of the eviction policy, see eviction/
     is_open: bool = True
     is_draining: bool = False  # True: it takes no new blocks, and its blocks stay readable
     is_attached: bool = False  # whether `attach` was called for this incarnation
-    fingerprint: str = ""  # fingerprint of the first worker that attached; empty before
-    block_bytes: int = 0  # block size of that worker, in bytes; 0 before
+    fingerprint: str = ""  # of the first worker that attached; "": no worker has attached
+    block_bytes: int = 0  # block size of the first worker that attached; 0: none has attached
     columns: ColumnStore = field(default_factory=ColumnStore)
     writing: dict[bytes, tuple[HeldCopy, str]] = field(default_factory=dict)  # key -> (copy, owner)
     # generation -> (copy, owner) of slots reserved without a key
@@ -229,7 +229,7 @@ class Holder:
     evictions: int = 0  # copies evicted since the registration
     adopted: int = 0  # copies adopted from the inventory
     look_again_s: float = float("-inf")  # earliest time of the next search for slabs of other sizes
-    # The part of its inventory received so far; empty once the holder is open.
+    # The part of the inventory received so far; empty once the holder is open.
     inventory: list[InventoryBlock] = field(default_factory=list)
 
     def size_class(self, units: int) -> SizeClass:
@@ -267,8 +267,8 @@ class Holder:
         size_bytes: int,
         kind: CopyKind,
     ) -> list[HeldCopy]:
-        """Create copies in state writing, each leased once, in these slots, which are taken from
-        the pool already. Their generations count up from `generation`."""
+        """Create copies in state writing, each leased once, in these slots, which the caller took
+        from the pool. The generations count up from `generation`."""
         take = self.columns.take
         held = [
             HeldCopy(key, size_class, take(slot, generation + number), size_bytes, kind, 1)
@@ -278,7 +278,7 @@ class Holder:
         return held
 
     def begin(self, copies: Sequence[HeldCopy], owner: str, generation: int) -> None:
-        """Record `owner` as the writer of copies of one kind and size. Their generations count up
+        """Record `owner` as the writer of copies of one kind and size, whose generations count up
         from `generation`."""
         if not copies:
             return
@@ -353,7 +353,7 @@ class Holder:
     def remove(
         self, copy: HeldCopy, quarantine_until_s: float | None, is_evicted: bool = False
     ) -> None:
-        """Remove a copy without leases, and quarantine its slot; None: free the slot at once."""
+        """Remove a copy without leases. Its slot is free at `quarantine_until_s`; None: at once."""
         if copy.kind is CopyKind.RESERVED:
             _, owner = self.reserved.pop(copy.generation)
             self._count_reserved(owner, -copy.size_class.units)

@@ -6,9 +6,9 @@ that its slot headers (or the manifest of its SSD) name. The rules:
    blocks that overlap, the one with the higher generation was written later. The other block is
    torn, even if a third block has overwritten the later one since.
 2. A slot that was being written is quarantined, because its writer may still rely on the lease,
-   which the restart ended. The quarantine is the rest of the lease at most, plus the usual time for
-   a slot whose writer vanished. Every writer marks its header early enough to be in the inventory
-   (Allocation.begin_s), so no other slot can have a writer.
+   which the restart ended. The quarantine is the length of the lease, plus quarantine_s. Every
+   writer marks its header early enough to be in the inventory (Allocation.begin_s), so no other
+   slot can have a writer.
 3. An ephemeral block serves a single request, so it is not indexed again. Its slot is quarantined,
    because that request may still read it.
 4. A header that cannot be true is ignored, for instance one with a generation that no directory can
@@ -39,7 +39,7 @@ class InventoryBlock(NamedTuple):
 
 
 def writers_lease_s(block: InventoryBlock, lease_s_max: float) -> float:
-    """How long the writer may still rely on its lease, in seconds; 0 if the header has no lease."""
+    """The longest time that the writer may still rely on its lease; 0 for a finished block."""
     return min(block.checksum / 1_000, lease_s_max) if block.state == STATE_WRITING else 0.0
 
 

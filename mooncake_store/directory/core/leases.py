@@ -1,8 +1,8 @@
 """Leases of requests and pins of operators: both protect a copy from eviction.
 
-An owner is one request in one process ("r17/prefill_0"). All leases of an owner share one deadline.
-A new lease can only move the deadline later, and one release ends all leases. The end of a request
-therefore costs time for its own leases only, and the heap of deadlines has an entry per owner.
+An owner is usually one request in one process ("r17/prefill_0"). All leases of an owner share one
+deadline. A new lease can only move the deadline later, and one release ends all leases of the
+owner. So the heap of deadlines has an entry per owner, not per lease.
 
 Each lease records the depth of its block: its position in the owner's prompt. `release` returns the
 deepest copies first, because eviction should take the end of a prompt before its start (eviction/).
@@ -115,7 +115,7 @@ class LeaseTable:
         return list(known.copies) if known else []
 
     def renew(self, owner: str, until_s: float) -> bool:
-        """Move the owner's deadline to `until_s`, never earlier. False: it has no leases."""
+        """Move the owner's deadline to `until_s`, never earlier. False: the owner has no leases."""
         if owner not in self._owners:
             return False
         self._extended(owner, until_s)
@@ -235,7 +235,7 @@ class PinTable:
         heapify(self._heap)
 
     def checked(self, keys: Sequence[bytes], kind: str, ttl_s: float) -> Pin:
-        """The pin of this name; RequestInvalid or StoreFull if these keys cannot get it."""
+        """The pin of this name. Raises RequestInvalid or StoreFull if these keys cannot get it."""
         if kind not in {pin.value for pin in Pin}:
             raise RequestInvalid(f"a pin is one of none, soft, hard; got {kind!r}")
         pin = Pin(kind)

@@ -31,8 +31,7 @@ from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
 # takes about 450 bytes).
 INFO_BYTES_MAX = 65_536
 FULL_WEIGHT = 0.05  # weight of a full node, which accepts new blocks by evicting others
-# Least factor on a new node's weight: its first blocks test the path to the node.
-NEW_WEIGHT = 0.01
+NEW_WEIGHT = 0.01  # least factor on a new node's weight, so that it gets first blocks at once
 
 
 def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
@@ -74,7 +73,8 @@ class NodeTable:
         holder = self.registered(node_id)
         if not holder.is_attached:
             raise NodeNotAttached(
-                f"storage node {node_id} or the directory has restarted; attach to the node again"
+                f"no worker has attached to storage node {node_id} since the node or the directory "
+                "started; attach to the node again"
             )
         return holder
 
@@ -92,7 +92,7 @@ class NodeTable:
         if not info.node_id or info.segment_bytes <= 0 or names_bytes > INFO_BYTES_MAX:
             raise RequestInvalid(
                 f"storage node {info.node_id[:64]!r} with {info.segment_bytes} bytes: a node needs "
-                f"a name, memory, and at most {INFO_BYTES_MAX} bytes of metadata"
+                f"a name, memory, and at most {INFO_BYTES_MAX} bytes in each field"
             )
         is_unit = info.unit_bytes >= UNIT_BYTES and info.unit_bytes & (info.unit_bytes - 1) == 0
         if not is_unit or info.tier not in ("dram", "ssd"):
@@ -134,7 +134,7 @@ class NodeTable:
 
     def attach(self, node_id: str, fingerprint: str, block_bytes: int) -> Geometry:
         """Mark the node as attached; the first call records the fingerprint and the block size.
-        Returns the geometry of its slots. LayoutMismatch: not one block fits."""
+        Returns the geometry of its slots. Raises LayoutMismatch if not even one block fits."""
         holder = self.registered(node_id)
         if holder.pool.units < holder.pool.units_for(block_bytes):
             raise LayoutMismatch(

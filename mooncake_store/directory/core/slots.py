@@ -23,9 +23,9 @@ from heapq import heappop, heappush
 from mooncake_store.records.blocks import Slot
 
 SLABS_WISHED = 64  # least number of slabs that the memory is cut into, if blocks are small enough
-SLAB_BYTES_MAX = 64 * 2**20  # upper bound of a slab, unless one block is larger
-# For this time after its quarantine, a slot may still receive late bytes: twice the 15 minutes for
-# which Linux retransmits the unacknowledged data of a TCP connection (tcp_retries2).
+SLAB_BYTES_MAX = 64 * 2**20  # largest slab, unless one block is larger
+# Seconds after its quarantine in which a slot may still receive late bytes. This is twice the 15
+# minutes for which Linux retransmits unacknowledged data of a TCP connection (tcp_retries2).
 LATE_S = 1_800.0
 
 
@@ -156,7 +156,7 @@ class SlotPool:
         heappush(self._quarantine, (until_s, slot))
 
     def end_quarantines(self, now_s: float) -> bool:
-        """Free the slots whose quarantine has ended. False: there were none."""
+        """Free the slots whose quarantine has ended. Returns False if there were none."""
         before = len(self._quarantine)
         while self._quarantine and self._quarantine[0][0] <= now_s:
             slot = heappop(self._quarantine)[1]
@@ -207,8 +207,8 @@ class SlotPool:
     def neighbours(self, units: int, starts: Sequence[int]) -> list[int] | None:
         """The slabs to empty so that a slot of `units` can be cut; None when no choice suffices.
         `starts`: the slabs that may be emptied, the cheapest first. A slab is named by its first
-        unit. Adjacent free memory counts as well. Of all choices, the one is returned whose most
-        expensive slab is the cheapest."""
+        unit. Adjacent free memory is used as well. The result is the choice whose most expensive
+        slab is the cheapest."""
         rank = {start: position for position, start in enumerate(starts)}
         pieces = [(start, length, -1) for start, length in self._runs.runs]
         for slab in self._slabs.values():

@@ -4,8 +4,8 @@ Only the usage of tenants with a quota is counted. A new block beyond its tenant
 the coldest blocks of this tenant, never those of another tenant. A block that two tenants compute
 counts for the tenant that wrote it (with a cache salt per tenant, no block is shared). A further
 copy of the block, fetched by a node or restored from an SSD, counts for the same tenant, unless its
-writer names another tenant. Spilling (a copy to the SSD) evicts nothing for a quota: a block is not
-spilled if its tenant's quota is full.
+writer names another tenant. Spilling (a copy to the SSD) evicts no block for a quota. Instead, a
+block is not spilled if its tenant's quota is full.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class TenantTable:
         return tenant is None or tenant.used_bytes + size_bytes <= tenant.quota_bytes
 
     def victims(self, name: str, size_bytes: int) -> list[HeldCopy]:
-        """Idle copies of the tenant to evict so that `size_bytes` fit, or QuotaExceeded."""
+        """Idle copies of the tenant to evict so that `size_bytes` fit. Raises QuotaExceeded if its
+        LOOKED_AT_MAX oldest copies do not suffice."""
         tenant = self._tenants.get(name)
         if tenant is None:
             return []
@@ -93,8 +94,8 @@ class TenantTable:
         if over_bytes > 0:
             raise QuotaExceeded(
                 f"tenant {name} stores {tenant.used_bytes} bytes of its {tenant.quota_bytes}; "
-                f"{size_bytes} more do not fit and its oldest blocks are in use: release them, "
-                "or raise the quota (mooncake store quota)"
+                f"{size_bytes} more do not fit, even if its oldest blocks without leases and hard "
+                "pins are evicted; raise the quota (mooncake store quota), or end leases or pins"
             )
         return chosen
 

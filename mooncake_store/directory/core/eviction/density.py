@@ -6,18 +6,19 @@ next turn. A block that was used a second time is far more likely to be used aga
 (docs/decisions/0012 has the numbers). How long a block is worth its memory is measured while
 serving. Time is counted in uses of any block; the *age* of a block is the time since its last use.
 
-1. Blocks with one use are in the queue *once*, blocks with more in *again*, both by recency.
+1. Blocks with one use are in the queue *once*, blocks with more uses in the queue *again*. Both
+   queues are ordered by recency.
 2. Eviction compares the coldest block of each queue and evicts the one with the lower value at its
    age (ReuseTimes).
 3. An evicted block leaves a ghost entry: its name, which is a part of its key's hash. A block that
    returns while its name is kept joins `again`.
-4. A use under a lease counts when the lease ends (discard, then add), another use at once (touch).
-   Prefill writes a block and decode reads it for the same request. So uses of a block count as one
-   if they are closer together than 1/64 of the cache's blocks.
+4. A use under a lease counts when the lease ends (discard, then add). A use without a lease counts
+   at once (touch). Prefill writes a block and decode reads it for the same request. So uses of a
+   block count as one if their distance is less than 1/64 of the number of blocks in the cache.
 
-Of the blocks used together, the start of a prompt serves more requests than its end. Both queues
-keep the order of insertion, in which the end comes first, so it is evicted first, as with LRU. The
-blocks of a prompt may be in both queues; its start is then in `again`, which is kept longer.
+Of the blocks used together, the start of a prompt serves more requests than its end. The end is
+inserted first into both queues, so it is evicted first, as with LRU. If the blocks of a prompt are
+in both queues, its start is in `again`, which is kept longer.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from mooncake_store.directory.core.eviction.lru import RecencyQueue
 
 GHOSTS_PER_BLOCK = 4  # names remembered per idle or leased block
 SAME_USE_SHIFT = 6  # uses closer than blocks / 2**SAME_USE_SHIFT count as one
-STAMP_SHIFT = 8  # blocks / 2**STAMP_SHIFT uses share a stamp, which is a time
-STAMP_USES_MIN = 8  # uses per stamp, at least: a new stamp per use would cost more than the use
+STAMP_SHIFT = 8  # blocks / 2**STAMP_SHIFT consecutive uses have the same stamp (rounded time)
+STAMP_USES_MIN = 8  # least number of uses per stamp, because making a stamp takes longer than a use
 # Constants of Ghosts.
 HASH_PRIME = 2**61 - 1  # modulus of the hash of a key
 ENTRIES = 64  # entries per bucket
@@ -57,8 +58,8 @@ SAMPLE_MAX = 16_384  # most sampled blocks, but at least 1 in 256 blocks is samp
 SAMPLE_AGE_MAX = 8  # uses, per block of the cache, for which an unused block stays in the sample
 WARMUP_USES = 3  # uses, per block of the cache, before measured values are used
 DECAY_PER_UPDATE = 0.9  # factor on all counts at each call of learn
-UPDATE_USES_MIN = 1_000  # uses between two calls of learn, at least
-# Before any measurement: the value falls with age for both kinds, which is LRU.
+UPDATE_USES_MIN = 1_000  # least number of uses between two calls of learn
+# Values before any measurement. They fall with age, equally for both kinds, which is LRU.
 NOTHING_KNOWN: list[list[float]] = [[2.0 ** (-b / PER_OCTAVE) for b in range(BUCKETS)]] * 2
 
 
@@ -66,8 +67,8 @@ class Ghosts:
     """Ghost entries: the names of the last `length` blocks that were evicted for room.
 
     A hash table of buckets with ENTRIES entries each. An entry has a name (24 bits of the block
-    key's hash) and the stamp of the eviction. Stamps here count evictions, `_per_stamp` each. A
-    full bucket overwrites its oldest entry.
+    key's hash) and the stamp of the eviction. Here a stamp is the number of evictions so far,
+    divided by `_per_stamp`. A full bucket overwrites its oldest entry.
 
     Buckets have SPARE entries per name, so that overwriting is rare. Blocks of one prompt are
     evicted together and return together. A lost name would put one block of the prompt into the
@@ -168,18 +169,18 @@ class ReuseTimes:
     Corrections for small samples:
     1. Prior: EVIDENCE_BLOCKS more blocks of every age, with a hazard proportional to 1/age, for
        which LRU is optimal.
-    2. A block used again is worth at least AGAIN_WEIGHT times a block of the same age used once.
-       No trace had a lower ratio, so a sample with a lower ratio is too small.
-    3. The order is LRU until the cache has seen WARMUP_USES uses per block. Earlier, long times
-       without a use cannot be observed.
+    2. A block used again is worth at least AGAIN_WEIGHT times a block of the same age used once. No
+       measured trace had a lower ratio, so a sample with a lower ratio is too small.
+    3. The order is LRU until the cache has seen WARMUP_USES uses per block, because long times
+       without a use cannot be observed earlier.
 
-    The last byte of a block key selects the sample, so block keys must be hashes. Other keys may
-    give no sample; then only the prior and the weight decide. The same uses give the same values.
+    The last byte of a block key selects the sample, so block keys must be hashes. With other keys
+    the sample may be empty, and only the prior and AGAIN_WEIGHT decide.
     """
 
     def __init__(self) -> None:
         self._seen: dict[bytes, int] = {}  # block key -> 2 * clock of last use + kind, oldest first
-        # By kind and age bucket: blocks used again; blocks that left the sample unused.
+        # By kind and age bucket: blocks used again at this age; blocks that left the sample unused.
         self._returned = [[0.0] * BUCKETS, [0.0] * BUCKETS]
         self._lost = [[0.0] * BUCKETS, [0.0] * BUCKETS]
         self.next_update = UPDATE_USES_MIN  # the clock at which the owner should call `learn`

@@ -23,12 +23,12 @@ BATCH_SHIFT = 7  # a larger dict moves 1 / 2**BATCH_SHIFT of its keys at once
 class RecencyQueue:
     """Recency queue of key -> stamp, least recently appended first: the base of both policies.
 
-    Most keys are in a plain dict, the coldest 1/128 or less in an OrderedDict. A plain dict keeps
-    insertion order and takes 34 to 67 bytes per key, an OrderedDict 79 to 126 (at 10 million keys,
-    after growth and after much use). But `next(iter(dict))` walks over all entries deleted
-    before the first key, so draining a dict from its front is quadratic. The OrderedDict is filled
-    from the dict in batches, with one such walk per batch. When more keys have left the dict at its
-    front than remain, the dict is copied, which drops the deleted entries.
+    Most keys are in a plain dict, the coldest 1/128 or less in an OrderedDict. At 10 million keys
+    the former takes 34 to 67 bytes per key and the latter 79 to 126, depending on earlier use.
+    But `next(iter(dict))` walks over all entries deleted before the first key, so draining a dict
+    from its front is quadratic. Therefore the OrderedDict is filled from the dict in batches, with
+    one walk per batch. When more keys have left the dict at its front than remain, the dict is
+    copied, which drops the deleted entries.
 
     A stamp is any integer of the caller. Keys that share one int object save memory.
     """
