@@ -33,8 +33,8 @@ from mooncake_store.transports.movers import Movers, copied_parts, parts_of
 from mooncake_store.transports.transport import ByteSpan, LocalSpan, side_by_side
 
 log = logging.getLogger("mooncake_store.store")
-BATCH_BYTES = 4 * 1024**2  # default of the largest part, for nodes of this host
-OTHER_HOST_LONGER = 2  # factor on the largest part, for nodes of other hosts
+BATCH_BYTES = 4 * 1024**2  # largest part by default, for nodes of this host
+OTHER_HOST_LONGER = 2  # factor on the size of the largest part, for nodes of other hosts
 HEADERS_DEADLINE_S = 0.5  # timeout of each header transfer, in seconds
 ATTEMPTS_MAX = 2  # per node; the second only if the node has restarted (new incarnation)
 
@@ -46,8 +46,7 @@ class Want(NamedTuple):
     start_bytes: int  # offset inside the block
     target: LocalSpan
     checksums: tuple[int, ...]  # expected, of equal consecutive pieces; empty: do not verify
-    # > 0: the span is the whole block, and its one checksum covers this many layer digests
-    layers: int = 0
+    layers: int = 0  # > 0: the span is the whole block; its checksum covers so many layer digests
     # if given and layers > 0: receives the computed packed digests, also if they do not match
     digests: list[bytes] | None = None
     # block key that the slot must still hold after the read; empty: the header is not checked
@@ -103,8 +102,8 @@ class BlockReader:
         movers: Movers | None = None,
         headers: HeaderReader | None = None,
     ) -> None:
-        """`headers` serves to check Want.key, and to _verify_with_header_layers. None: no Want may
-        have a key, and blocks are verified once."""
+        """`headers`: reads headers to check Want.key, and for _verify_with_header_layers. None: no
+        Want may have a key, and a block that fails verification is not verified again."""
         self._nodes = nodes
         self._headers = headers
         self._movers = movers or Movers(1)
@@ -112,11 +111,11 @@ class BlockReader:
         self._on_bad_copy = on_bad_copy
 
     def read(self, wants: Sequence[Want], deadline_s: float, is_current: bool = True) -> list[bool]:
-        """True for each want whose bytes arrived and match its checksums, if it has any. If
-        Want.key is set, its slot must also hold that block after the read. Raises only errors of
-        the directory. After a timeout a target may still be written (KnownNodes.pending_targets).
-        `is_current`: the directory listed these copies a moment ago, so a copy that fails
-        verification is reported as bad."""
+        """True for each want whose bytes arrived and match the expected checksums, if there are
+        any. If Want.key is set, the slot must also hold that block after the read. Raises only
+        errors of the directory. After a timeout a target may still be written
+        (KnownNodes.pending_targets). `is_current`: the directory listed these copies a moment ago,
+        so a copy that fails verification is reported as bad."""
         until_s = time.monotonic() + deadline_s
         call = _ReadCall(dict(enumerate(wants)), until_s, is_current)
         for node_id, indices in by_node([want.copy for want in wants]).items():
@@ -129,12 +128,11 @@ class BlockReader:
         return [index not in call.missing for index in range(len(wants))]
 
     def _read_node(self, node_id: str, indices: Sequence[int], call: _ReadCall) -> bool:
-        """Read blocks of one node. True: the node has a new incarnation, so another attempt makes
-        sense."""
+        """Read blocks of one node. Returns True if the read failed and the node has a new
+        incarnation, so that another attempt makes sense."""
         missing, node = call.missing, self._nodes.access(node_id)
         if node is None:
-            # the node is unknown, in cool-down or out of reach; an SSD is never read directly
-            # (restorer.py)
+            # the node is unknown, in cool-down or out of reach, or an SSD (see restorer.py)
             return False
         indices = [
             index
@@ -165,15 +163,15 @@ class BlockReader:
 
     def _part_bytes(self, node: NodeAccess, total_bytes: int) -> int:
         """Bytes per part: total / threads, so that each thread gets a part, but at most
-        `batch_bytes` (twice that for another host). Parts from another host are larger: the wait
-        between two parts costs more than hashing in the CPU's cache saves."""
+        `batch_bytes` (twice that for another host). Parts from another host are larger, because the
+        wait between two parts costs more than hashing in the CPU's cache saves."""
         longer = 1 if self._nodes.is_same_host(node.info) else OTHER_HOST_LONGER
         return min(longer * self._batch_bytes, -(-total_bytes // self._movers.threads))
 
     def _read_part(self, node: NodeAccess, part: Sequence[int], call: _ReadCall) -> None:
-        """Read and verify these blocks. TransferFailed: the node could not be read."""
+        """Read and verify these blocks. Raises TransferFailed if the node could not be read."""
         left_s = call.until_s - time.monotonic()
-        # No time is left for this part. That is not the node's fault, so do not mark the node bad.
+        # No time is left for this part. The node has not failed, so do not mark it as bad.
         if left_s <= 0:
             log.warning(
                 "node_id=%s deadline passed, %d blocks missed", node.info.node_id, len(part)
@@ -224,9 +222,9 @@ class BlockReader:
     def _verify_with_header_layers(
         self, headers: HeaderReader, wants: Sequence[Want], verified: list[bool]
     ) -> set[int]:
-        """Verify failed whole blocks a second time, with the number of layers in their headers: the
-        checksum may cover layer digests. Updates `verified`. Returns the positions whose header was
-        unreadable or invalid: those copies are not proven bad."""
+        """Verify failed whole blocks a second time, with the number of layers in their headers,
+        because the checksum may cover layer digests. Updates `verified`. Returns the positions
+        whose header was unreadable or invalid, so that the copy is not known to be bad."""
         unsure = [
             at
             for at, want in enumerate(wants)
@@ -391,5 +389,5 @@ def _heads(shape: Geometry, copy: Copy) -> ByteSpan:
 def _holds_block(raw: bytes, key: bytes, copy: Copy) -> bool:
     """True if these headers of a slot show that it holds the complete block (slot_memory.py)."""
     is_ready = raw.startswith(ready_prefix(copy.generation, key))
-    # the headers of the other units must be zero: a nonzero one belongs to a later block
+    # The headers of the other units must be zero. A nonzero header belongs to a later block.
     return is_ready and raw.count(0, HEADER_BYTES) == len(raw) - HEADER_BYTES

@@ -12,7 +12,7 @@ default the client's own node is mapped, and others are reached by NIXL or TCP (
 A block that cannot be read before the deadline is a miss (False, None). An invalid request or
 deployment raises a typed error (errors.py). With checksums (the default) a read of a whole block is
 verified, if the block was stored with a checksum. After any other read, the header of the block's
-slot (its memory on the node) is checked: it shows another block in the slot, but no flipped bit.
+slot (its memory on the node) is checked. This detects another block in the slot, but no wrong bit.
 
 Not here: a worker's KV with its layers (store.py), nodes and their failures (known_nodes.py).
 """
@@ -51,8 +51,8 @@ from mooncake_store.transports.transport import ByteSpan
 log = logging.getLogger("mooncake_store.client")
 T = TypeVar("T")
 DEADLINE_S = 10.0  # default of each call
-DEADLINE_S_MAX = 3_500.0  # even with LEASE_MARGIN_S below the longest lease, 3,600 s
-# Without checksums the CPU's cache does not matter, and fewer, longer batches are faster.
+DEADLINE_S_MAX = 3_500.0  # plus LEASE_MARGIN_S, it is less than the longest lease (3,600 s)
+# Without checksums no batch needs to fit the CPU's cache, and fewer, longer batches are faster.
 UNVERIFIED_BATCH_BYTES = 64 * 2**20
 SHM = "/dev/shm/"  # default folder of the segments of this host's nodes
 
@@ -63,7 +63,7 @@ def key_of(name: str) -> bytes:
 
 
 def _of_one_size(copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-    """Copies of the first copy's size. Copies differ in size only if one of them is obsolete."""
+    """The copies that have the size of the first one. Another size means an obsolete copy."""
     if len(copies) < 2:
         return copies
     return tuple(copy for copy in copies if copy.size_bytes == copies[0].size_bytes)
@@ -75,7 +75,7 @@ def _arrays_for(found: Sequence[tuple[Copy, ...]]) -> list[ByteArray | None]:
 
 
 class StoreClient:
-    """Thread-safe. `node_id`: the client's own node, on this host; "": the first by name, if any.
+    """Thread-safe. `node_id`: the client's own node; "": the first node of this host, by name.
 
     `is_verified`: False stores blocks without a checksum, and reads check only the slot's header.
     Such a read does not detect bytes of an abandoned transfer that arrived late. `transports`: a
@@ -138,7 +138,7 @@ class StoreClient:
         self._registrations.drop(as_bytes(buffer))
 
     def pending(self) -> list[tuple[ByteArray, ByteSpan]]:
-        """Local memory, with the span in it, that a timed-out get may still write. Do not reuse
+        """(memory, span in it) of local memory that a timed-out get may still write. Do not reuse
         this memory while it is listed."""
         return self.nodes.pending_targets()
 
@@ -151,9 +151,9 @@ class StoreClient:
     ) -> list[bool]:
         """Store these blocks on `node_id`; "": on the client's own node, if it has one, else on a
         node that the directory chooses. False: no room, a failed transfer, or not written before
-        the deadline. True also if that node has the block already: equal keys mean equal content,
-        so the old copy stays. QuotaExceeded or StoreFull: no block could be stored. NodeUnknown.
-        LayoutMismatch: the node's memory is smaller than one block."""
+        the deadline. True also if that node has the block already, because equal keys mean equal
+        content. Raises QuotaExceeded or StoreFull if no block could be stored, NodeUnknown, and
+        LayoutMismatch if the node's memory is smaller than one block."""
         deadline_s = self._check_deadline(deadline_s)
         sources = [as_bytes(buffer) for buffer in buffers]
         self._check_keys(keys, len(sources))
@@ -213,9 +213,9 @@ class StoreClient:
         offset_bytes: int = 0,
         deadline_s: float = DEADLINE_S,
     ) -> list[bool]:
-        """Fill each buffer with its block from `offset_bytes` on. False: a miss; the buffer is
-        undefined, and after a timeout it may still change (`pending`). A buffer may be shorter than
-        the rest of the block. RequestInvalid if it is longer."""
+        """Fill each buffer with its block from `offset_bytes` on. False: a miss; the content of the
+        buffer is undefined, and after a timeout it may still change (`pending`). A buffer may be
+        shorter than the rest of the block. Raises RequestInvalid if it is longer."""
         until_s = time.monotonic() + self._check_deadline(deadline_s)
         targets = [as_bytes(buffer, is_target=True) for buffer in buffers]
         self._check_keys(keys, len(targets))
@@ -276,8 +276,8 @@ class StoreClient:
         return self.directory.lookup(list(keys), self._owner(), 0.0, prefix_only=False)
 
     def remove(self, keys: Sequence[bytes]) -> list[bool]:
-        """Remove all copies of these blocks. True also if there were none. False: leased copies
-        stay, the others are removed; retry later."""
+        """Remove all copies of these blocks that are not leased. False: a leased copy is left;
+        retry later."""
         self._check_keys(keys, len(keys))
         self._index.removed(keys)
         return self.directory.remove(list(keys))
@@ -313,10 +313,10 @@ class StoreClient:
         try:
             return self._futures.submit(call, *arguments, **named)
         except RuntimeError as error:  # after close()
-            raise StoreUnavailable(f"this client of the store takes no calls: {error}") from error
+            raise StoreUnavailable(f"this client of the store is closed: {error}") from error
 
     def _check_deadline(self, deadline_s: float) -> float:
-        """The deadline, at most DEADLINE_S_MAX. RequestInvalid: not a number above 0."""
+        """The deadline, at most DEADLINE_S_MAX. Raises RequestInvalid if it is not above 0."""
         if not isinstance(deadline_s, int | float) or not deadline_s > 0:
             raise RequestInvalid(f"deadline_s is {deadline_s!r}; give seconds, more than 0")
         return min(float(deadline_s), DEADLINE_S_MAX)
@@ -330,8 +330,7 @@ class StoreClient:
             raise RequestInvalid(f"{len(keys)} keys and {buffers} buffers: give one buffer per key")
 
     def close(self) -> None:
-        """Finish the calls made as futures, then close. No other call may be in progress. A second
-        call has no effect."""
+        """Finish the calls made as futures, then close. No other call may be in progress."""
         self._futures.shutdown(wait=True)
         self._putter.close()
         self._restorer.close()

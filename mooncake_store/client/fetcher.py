@@ -2,8 +2,8 @@
 
 Blocks that are only on an SSD are first restored into DRAM by the node that owns the SSD. If that
 is the local node, the restored block needs no further copy. Slots whose block did not arrive
-complete are freed at once. Exception: a slot that a late transfer may still write stays leased.
-When its lease expires, the slot is quarantined (not granted again for some time).
+complete are freed at once, except for slots that a late transfer may still write. Such a slot stays
+leased. When the lease expires, the slot is quarantined (not granted again for some time).
 
 Not here: the choice of blocks and copies (store.py, the node's control verbs).
 """
@@ -93,9 +93,9 @@ class Fetcher:
         copies: Sequence[Copy],
         terms: LeaseTerms,
     ) -> dict[str, int]:
-        """Make local copies of these blocks; a lookup then shows which have arrived. Returns the
-        number of bytes received from each node. `local_segment` returns None if the local node is
-        down; then nothing is copied. `copies` may be local already."""
+        """Make local copies of these blocks, except for those that are local already. A lookup
+        afterwards shows which blocks have arrived. Returns the number of bytes received from each
+        node. `local_segment` returns None if the local node is down; nothing is copied then."""
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:
@@ -136,8 +136,8 @@ class Fetcher:
             if copy.checksum:
                 wants.append(Want(copy, 0, (local.view, span), (copy.checksum,), self._layers, []))
             else:
-                # A block that was stored without a checksum gets one here. The lease on the source
-                # slot may have expired during the read, so the reader then checks that header.
+                # A block that was stored without a checksum gets one here. With `key`, the reader
+                # checks the header of the source slot, whose lease may expire during the read.
                 wants.append(Want(copy, 0, (local.view, span), (), key=key))
         arrived = self._reader.read(wants, terms.until_s - time.monotonic())
         rows, bytes_from = [], Counter[str]()

@@ -1,7 +1,7 @@
 """Reads each block from its cheapest copy, and from the next copy if that read fails.
 
-DRAM copies are read directly. Blocks that only an SSD has are restored by their node, group by
-group; each group is read while the node restores the next one.
+DRAM copies are read directly. Blocks that only an SSD has are first restored into DRAM by their
+node, group by group. Each group is read while the node restores the next one.
 
 Not here: the caller's arguments (client.py), verification (block_reader.py), the cost of a copy
 (path_cost.py).
@@ -34,8 +34,9 @@ class Getter:
     _is_verified: bool
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
-        """The copies of each block, without a lease, which would take longer than a small read.
-        Every read is verified, so a block that disappears during the read is a miss."""
+        """The copies of each block, without a lease, because a lease would cost more time than a
+        small read. Checksum or header are checked after each read, so a block that disappears
+        during the read is a miss."""
         return self._directory.lookup(keys, "", 0.0, prefix_only=False)
 
     def get_known(self, request: GetRequest, found: Sequence[tuple[Copy, ...]]) -> None:

@@ -33,7 +33,7 @@ class PlacedBlock(NamedTuple):
 
     offset_bytes: int
     headers_offset_bytes: int
-    headers_bytes: int  # size of the headers of its units; all but the first must be zeros
+    headers_bytes: int  # size of the headers of all units; all but the first header must be zeros
     first: bytes  # expected first bytes of the first header
 
 
@@ -48,7 +48,8 @@ NOTHING_PLACED = PlacedBlocks("", [])
 def placed_blocks(
     view: ByteArray, shape: Geometry, copies: Sequence[Copy], layers: int, until_s: float
 ) -> list[PlacedBlock | None]:
-    """Verify blocks until `until_s` of time.monotonic(). None: corrupt, or not reached by then."""
+    """Verify blocks until `until_s`, by time.monotonic(). None: corrupt, or not verified in
+    time."""
     memory = SlotMemory(view, shape)
     return [
         _placed(memory, copy, layers) if time.monotonic() <= until_s else None for copy in copies
@@ -85,7 +86,8 @@ def begun_blocks(
 def digests_in_place(
     memory: SlotMemory, slots: Sequence[Slot], size_bytes: int, layers: int
 ) -> list[tuple[int, ...] | None]:
-    """Layer digests of slots that others have filled; None: the header is not "writing" now."""
+    """Layer digests of slots that other processes have filled. None: the header is not "writing"
+    in the slot's generation."""
     found: list[tuple[int, ...] | None] = []
     for slot in slots:
         packed = b""

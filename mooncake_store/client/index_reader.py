@@ -1,12 +1,12 @@
-"""Finds blocks in this host's replica of the directory's index: in microseconds, without a lease.
+"""Finds blocks in this host's replica of the directory's index, within microseconds.
 
 The replica is a table in shared memory. A storage node of this host updates it from the directory's
 events and stamps it ten times a second, unless the directory has been silent for 2.5 s. A table
 whose stamp is older than 1 s is not used. So the replica is at most 3.5 s out of date.
 
-A hit is a hint: the block is verified by its checksum or header after the read. A miss goes to the
-directory. After this client removed a block or found a bad copy of it, its lookups of that block go
-to the directory for REMOVED_S. So a client never finds a block that it has removed.
+A hit gives no lease, so the block is verified by its checksum or header after the read. A miss goes
+to the directory. After this client removed a block or found a bad copy of it, lookups of that block
+go to the directory for REMOVED_S. So a client never finds a block that it has removed.
 
 The directory chooses evictions by past uses. So reads without the directory are reported to it
 afterwards, at most ten times a second, without waiting for a reply.
@@ -33,11 +33,11 @@ from mooncake_store.transports.known_nodes import KnownNodes
 from mooncake_store.wire.directory_protocol import KEYS_MAX
 
 log = logging.getLogger("mooncake_store.client")
-LOOK_AGAIN_S = 0.5  # until the next search for a table, after none was current
+LOOK_AGAIN_S = 0.5  # seconds between two searches for a current table
 REMOVED_S = 5.0  # longer than a table in use can lag (3.5 s)
 REMOVED_MAX = 65_536  # remembered block keys
-REPORT_S = 0.1  # between two reports of uses
-IDLE_ROUNDS_MAX = 20  # after this many rounds without a use, the reporting thread waits for one
+REPORT_S = 0.1  # seconds between two reports of uses
+IDLE_ROUNDS_MAX = 20  # rounds without a use after which the reporting thread sleeps until a use
 
 
 class IndexReader:
@@ -120,7 +120,7 @@ class IndexReader:
             for key in keys:
                 self._removed.pop(key, None)  # newest last
                 self._removed[key] = until_s
-            # too many to remember: use no table until all entries would have expired
+            # These are too many to remember, so use no table until all entries would have expired.
             if len(self._removed) > REMOVED_MAX:
                 self._removed.clear()
                 self._view, self._look_s = None, boot_s() + REMOVED_S
@@ -137,7 +137,7 @@ class IndexReader:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Note blocks that were read without the directory, in the order of their prefix chain."""
-        joined = b"".join(reversed(keys))  # report the end of a prefix first: it is evicted first
+        joined = b"".join(reversed(keys))  # the end of a prefix first, so that it is evicted first
         with self._lock:
             self._used.append(joined)
             self._used_bytes += len(joined)

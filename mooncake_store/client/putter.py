@@ -10,7 +10,7 @@ put marks slots for a later put, writes payloads and headers, and sends one mess
 requests slots, marks them, checks that their grant is still valid (may_write), writes and commits.
 
 Payloads and "ready" headers are one transfer only if the transport keeps the order of its spans.
-NIXL guarantees no order, and a header must not arrive before its payload: a restarted directory
+NIXL guarantees no order. A header must not arrive before its payload, because a restarted directory
 trusts the header (docs/decisions/0031).
 
 Failures: after TransferFailed nothing is in flight, and slots from `allocate` are free at once.
@@ -62,7 +62,7 @@ SHARE_BYTES_MIN = 1024**2  # payload per thread; a smaller share is not worth an
 MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # bounds of the timeout of one transfer of marks
 _NO_KEY = bytes(KEY_BYTES)  # in the header of a slot that is reserved for a block not known yet
 ATTEMPTS_MAX = 3  # attempts to write a block; only WriteGivenUp leads to another one
-ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # first and longest pause while another writes
+ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # first, longest wait for another's block
 
 
 class Write(NamedTuple):
@@ -171,7 +171,7 @@ class Putter:
     def _mark_taken(self, info: NodeInfo, size_bytes: int, taken: Taken) -> None:
         """Mark slots for a later put, before this put writes. A mark after `mark_until_s` could
         overwrite a finished block of another client. So `markable` is called directly before the
-        transfer of the marks, which times out then."""
+        transfer of the marks, and this transfer times out at `mark_until_s`."""
         if not (uses := taken.markable()):
             return
         try:
@@ -223,7 +223,7 @@ class Putter:
             except StoreError as error:
                 if not has_waited:
                     raise
-                # the node left during the wait; blocks that are done stay done
+                # The node left during the wait. Blocks that were stored before count as stored.
                 log.warning("put on node_id=%s: %s", node_id, error)
                 break
             for at, outcome in zip(left, outcomes, strict=True):
@@ -336,7 +336,7 @@ class Putter:
         node = self._nodes.access_to(info)
         if node is None:
             raise TransferFailed(
-                f"node {info.node_id} cannot be written from this host in this mode"
+                f"node {info.node_id} cannot be written from this host in this transport mode"
             )
         return node
 
@@ -349,12 +349,14 @@ class Putter:
         lease_s: float,
         until_s: float,
     ) -> None:
-        """Mark the slots. EpochPassed: the slots may belong to another owner, so no payload may be
-        written. WriteGivenUp: the marks timed out before the put did, and may still arrive."""
+        """Mark the slots. Raises EpochPassed if the slots may belong to another owner, so that no
+        payload may be written. Raises WriteGivenUp if the marks timed out before the put did; they
+        may still arrive."""
         node = self._access(info)
         now_s, mark_s_max = boot_s(), MARK_S_MAX
         confirm()  # called again after the marks: a later directory quarantines marked slots
-        # a new directory may grant the slots anew from `begins_s` on, so the marks must not be late
+        # From `begins_s` on, a new directory may grant these slots to others, so the marks must
+        # not be late.
         if given.begin_s:
             is_in_time = now_s - given.asked_s <= given.begin_s
             begins_s = (given.asked_s if is_in_time else now_s) + given.begin_s
@@ -375,8 +377,8 @@ class Putter:
 
     def _fill(self, info: NodeInfo, writes: Sequence[Write], until_s: float) -> list[int]:
         """Write the blocks into marked slots. Returns the checksum of each; 0 if not computed.
-        EpochPassed, TransferFailed: no block may be committed. After TransferTimeout bytes may also
-        still arrive."""
+        After EpochPassed or TransferFailed, no block may be committed. After TransferTimeout, bytes
+        may also still arrive."""
         node = self._access(info)
         if isinstance(node.transport, MappedTransport):
             return self._fill_mapped(node.transport, node, writes, until_s)
@@ -396,8 +398,9 @@ class Putter:
                 digests += self._copied(view, shape, part)
                 if time.monotonic() > until_s:
                     raise TransferFailed(
-                        f"node {info.node_id}: {len(digests)} of {len(writes)} blocks were copied "
-                        "within the deadline: this host is short of CPU; allow more time"
+                        f"node {info.node_id}: the deadline passed after {len(digests)} of "
+                        f"{len(writes)} blocks were copied: this host is short of CPU; allow more "
+                        "time"
                     )
             pairs = zip(writes, digests, strict=True)
             headers = [write.header(STATE_READY, digest) for write, digest in pairs]
@@ -423,7 +426,7 @@ class Putter:
         size_bytes = writes[0].source.nbytes
 
         def put_part(part: Sequence[Write]) -> list[int]:
-            # Hash directly before sending: the transfer finds the bytes in the CPU's cache.
+            # Hash directly before sending, so that the transfer finds the bytes in the CPU's cache.
             digests = [checksum(write.source) if self._is_verified else 0 for write in part]
             ready = [
                 (write.slot, write.header(STATE_READY, digest))

@@ -1,8 +1,8 @@
 """Adds, drops and moves copies of blocks; drains a node onto others.
 
 A node that should get a copy pulls the block from a node that has one (control verb `fetch`). No
-byte passes through the requester. Copies are dropped only after the copying, and the last copy of a
-block is never dropped.
+byte passes through this process. Copies are dropped only after the new copies are complete, and the
+last copy of a block is never dropped.
 
 Not here: pulling (fetcher.py), which node should get a copy (directory/core/nodes.py).
 """
@@ -21,8 +21,8 @@ from mooncake_store.records.membership import SSD_SUFFIX, NodeInfo
 from mooncake_store.wire.node_protocol import BLOCKS_MAX
 
 log = logging.getLogger("mooncake_store.client")
-DRAIN_BLOCKS = 256  # per batch
-EPOCHS_MAX = 8  # attempts of one pull, if the directory changes
+DRAIN_BLOCKS = 256  # blocks moved per batch
+EPOCHS_MAX = 8  # attempts of one pull, if each ends with EpochPassed
 EPOCH_WAIT_S = 0.25  # between two attempts; a node reports every second
 
 
@@ -91,9 +91,9 @@ class Replicas:
     def _pull_leased(
         self, keys: Sequence[bytes], target: NodeInfo, owner: str, left_s: float, source: str
     ) -> None:
-        """EpochPassed: another directory leads, or `target` has not registered with the leader
-        yet."""
-        # read first, so that no lease below is of an earlier epoch
+        """Raises EpochPassed if the leading directory changes, or if `target` has not registered
+        with it yet."""
+        # Read the epoch first, so that no lease below is of an earlier epoch.
         epoch = self._directory.stats().epoch
         found = self._directory.lookup(keys, owner, left_s + LEASE_MARGIN_S, prefix_only=False)
         try:
@@ -117,8 +117,9 @@ class Replicas:
         deadline_s: float = 600.0,
     ) -> int:
         """Let the directory place no new blocks on the node, and copy the blocks that no other node
-        has. Returns how many of them are left, at most DRAIN_BLOCKS; after 0 the node can be
-        stopped without loss. Before each batch, calls on_progress(blocks moved, blocks in it)."""
+        has. Returns how many blocks still have no other copy, at most DRAIN_BLOCKS. If 0, the node
+        can be stopped without loss. Before each batch, calls on_progress(blocks moved so far,
+        blocks in the batch)."""
         until_s = time.monotonic() + deadline_s
         self._directory.drain(node_id, True)
         infos = {info.node_id: info for info in self._directory.nodes()}

@@ -14,8 +14,8 @@ commit confirms the marks. Its reply grants new raw slots, up to twice the large
 thread fills a new reserve, marks raw slots that no put marks in time, and releases unused slots.
 Concurrent commits of several threads are sent as one message.
 
-Only the commit shows that the node has a block already: then it has been written in vain. So for
-ASK_FIRST_S after such a commit, `take` returns None and every put calls `allocate` first.
+If the node has a block already, only the commit shows it, and the put has written the block in
+vain. So for ASK_FIRST_S after such a commit, `take` returns None and every put calls `allocate`.
 
 Not here: writing (putter.py), how much may be reserved (directory/core/reservations.py).
 """
@@ -39,13 +39,13 @@ from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger("mooncake_store.client")
 LEASE_S = 60.0  # of all slots of a reserve; each commit renews the lease
-BLOCKS_MAX = 64  # larger puts reserve nothing: a request for slots costs them relatively little
+BLOCKS_MAX = 64  # larger puts reserve nothing, because a request for slots costs them little
 SIZE_BYTES_MAX = 64 * 2**20  # larger blocks reserve nothing
 IDLE_S = 3.0  # a reserve is released after so long without a put
 STEP_S = 0.25  # the longest time that a raw slot waits for the thread
-# A raw slot older than this is released, not marked: a new directory may have granted it to another
-# owner. Younger slots are safe. A new directory grants a node's slots only after the node has
-# reported its blocks, and that takes longer than RAW_S_MAX.
+# A raw slot older than this is released instead of marked, because a new directory may have granted
+# it to another owner. Younger slots are safe: a new directory grants a node's slots only after the
+# node has reported its blocks, and that takes longer than RAW_S_MAX.
 RAW_S_MAX = 0.5
 ASK_FIRST_S = 5.0  # puts call `allocate` for so long after a put of a block that was stored already
 SIZES_SEEN_MAX = 64  # remembered (node, block size) pairs
@@ -68,16 +68,16 @@ class Reserve:
     size_bytes: int  # of each slot
     owner: str
     epoch: int = 0  # of the directory; 0: nothing has been granted yet
-    begin_s: float = 0.0  # s after a request in which no other directory leads; 0: no elections
+    begin_s: float = 0.0  # as in Allocation; 0: directories are not elected
     until_s: float = 0.0  # end of the lease by CLOCK_BOOTTIME, counted from the time of the request
     used_s: float = 0.0  # time of the last put, by CLOCK_BOOTTIME
     target_slots: int = 0  # slots to hold, in all three states together
-    # each with the time of its request, by CLOCK_BOOTTIME
+    # (slot, time of the request that granted the slot, by CLOCK_BOOTTIME)
     raw: list[tuple[Use, float]] = field(default_factory=list)
     marking: int = 0  # raw slots that some thread is marking now
     marked: list[Use] = field(default_factory=list)
     ready: list[Use] = field(default_factory=list)
-    late: list[Use] = field(default_factory=list)  # raw for too long: to be released
+    late: list[Use] = field(default_factory=list)  # raw for longer than RAW_S_MAX; to be released
     slots_max: int = BLOCKS_MAX  # slots that the directory allows this reserve; from its last reply
     puts: int = 0  # puts in progress that took slots from this reserve
     is_dropped: bool = False  # no put takes slots from it any more
@@ -212,8 +212,8 @@ class ReservedSlots:
             self._release_dropped(reserve)
 
     def _release_dropped(self, reserve: Reserve) -> None:
-        """Quarantine the slots of a dropped reserve after its last put. Until then its lease
-        protects them: a put may take longer than a quarantine."""
+        """Quarantine the slots of a dropped reserve after its last put. Until then the lease
+        protects them, because a put may take longer than a quarantine."""
         with self._lock:
             is_unused = reserve.is_dropped and not reserve.puts and reserve.epoch
         if is_unused:

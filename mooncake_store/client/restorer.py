@@ -131,8 +131,8 @@ class Restorer:
             for at, group in enumerate(groups):
                 assert loading is not None
                 results = loading.result()
-                # start the next group only now: two at once would share the disk and both arrive
-                # late
+                # Start the next group only now, because two groups at once would share the disk
+                # and both arrive late.
                 loading = self._begin(client, groups, at + 1, terms.until_s, epoch)
                 if results is None:
                     continue  # bytes may still arrive, so the lease on those slots must expire
@@ -165,7 +165,7 @@ class Restorer:
     def _ask(
         self, client: NodeClient, blocks: list[Restore], until_s: float, epoch: int
     ) -> list[bool] | None:
-        """True per block that is in DRAM now; None: unknown, and bytes may still arrive."""
+        """True per block that is in DRAM now. None: unknown; bytes may still arrive."""
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             return [False] * len(blocks)
@@ -178,8 +178,8 @@ class Restorer:
     def _await_others(
         self, node_id: str, keys: Sequence[bytes], indices: list[int], terms: LeaseTerms
     ) -> list[tuple[int, Copy]]:
-        """Wait for blocks that got no slot: another process has restored or is restoring them.
-        Blocks that are not in DRAM by the deadline are omitted."""
+        """Wait for blocks that got no slot, because another process has restored them or is
+        restoring them. Blocks that are not in DRAM by the deadline are omitted."""
         found: dict[int, Copy] = {}
         while len(found) < len(indices) and time.monotonic() < terms.until_s:
             missing = [index for index in indices if index not in found]

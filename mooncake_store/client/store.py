@@ -11,13 +11,13 @@ several threads run in parallel (nixl_transport.py).
 
 Failure: a block that cannot be read in time is a miss, never an exception. A corrupt copy is
 reported to the directory. A node whose transfer failed is not used for two seconds
-(known_nodes.py). StoreUnavailable: the directory does not answer. `deadline_s` counts from the
-call. After a timeout, bytes may still arrive: do not reuse a page that pending_offsets() lists.
+(known_nodes.py). StoreUnavailable is raised if the directory does not answer. `deadline_s` counts
+from the call. After a timeout, bytes may still arrive in the pages that pending_offsets() lists, so
+these pages must not be reused.
 
-When the local node dies, its memory is unmapped within a fraction of a second, because its next
-incarnation may need the memory (mapped_transport.py). Data written to its slots afterwards is lost,
-like the rest of the dead node's memory. The next allocate() detects the new incarnation
-(NodeNotAttached) and maps its segment.
+When the local node dies, this process unmaps the node's memory within a fraction of a second,
+because the node's next incarnation may need it (mapped_transport.py). All blocks of the dead node
+are lost. The next allocate() detects the new incarnation (NodeNotAttached) and maps its segment.
 
 Not here: transfer and verification (block_reader.py), nodes and their failures (known_nodes.py),
 replication decided by the conductor (the conductor calls fetch).
@@ -85,7 +85,7 @@ class LocalNode:
     segment: Segment
 
     def mapped(self) -> LocalSegment | None:
-        """The segment, mapped as long as the result is referenced. None: the node is dead."""
+        """The segment, which stays mapped while the result is in use. None: the node is dead."""
         view = self.segment.view_if_open()
         return None if view is None else LocalSegment(self.info, view, self.shape)
 
@@ -103,8 +103,9 @@ class Store:
         transports: str = "auto",
         layers: LayerRange | None = None,
     ) -> None:
-        """`layers`: the layers in the pages of this worker; None: all. NodeUnknown, TransferFailed:
-        the local node is not registered or has died. LayoutMismatch: blocks do not fit the node."""
+        """`layers`: the layers in the pages of this worker; None: all. Raises NodeUnknown or
+        TransferFailed if the local node is not registered or has died, and LayoutMismatch if the
+        layout does not fit the node."""
         self.node_id = node_id
         self.layout = layout
         self.pages = PageLayout(layout, layers) if layers else PageLayout.whole(layout)
@@ -152,9 +153,9 @@ class Store:
         has_digests = shape.digests(0, layout.block_bytes, layout.layers) is not None
         if not self.pages.is_whole and not has_digests:
             raise LayoutMismatch(
-                f"{layout.layers} layers of {layout.layer_bytes} bytes have no room for their "
-                f"digests beside units of {shape.unit_bytes} bytes, so a part of them cannot be "
-                "read: use larger blocks (block_tokens) or smaller units (--unit-bytes)"
+                f"blocks of {layout.layers} layers of {layout.layer_bytes} bytes have no room for "
+                f"digests in units of {shape.unit_bytes} bytes, so some of their layers cannot be "
+                "read alone: use larger blocks (block_tokens) or smaller units (--unit-bytes)"
             )
         segment = self._nodes.mapped.segment(info)
         if before is not None and before.segment is segment:  # only the directory restarted
@@ -174,7 +175,7 @@ class Store:
             log.warning("node_id=%s attached again", self.node_id)
 
     def _map_next_incarnation(self, before: LocalNode) -> None:
-        """Attach to the restarted local node. TransferFailed: it has not registered yet."""
+        """Attach to the restarted local node. Raises TransferFailed if this is not possible yet."""
         try:
             self._attach_again(before)
         except (NodeUnknown, LayoutMismatch) as error:
@@ -187,7 +188,7 @@ class Store:
         self._nodes.register(buffer.reshape(-1))
 
     def expect_threads(self, count: int) -> None:
-        """Prepare NIXL for `count` threads (1 to 4) that move bytes at once. Call it only once."""
+        """Prepare NIXL for `count` threads (1 to 4) that move bytes at the same time."""
         if self._nodes.nixl is not None:
             self._nodes.nixl.make_lanes(count)
 
@@ -208,10 +209,10 @@ class Store:
         tenant: str = "",
     ) -> Allocation:
         """Allocate slots on the local node, leased to `owner`, and set their headers to "writing".
-        A block that the node stores already gets a lease and no slot. No key is covered while the
-        node is unregistered or draining, or while blocks in use fill the quota of `tenant`.
-        `ephemeral`: free the block with its last lease. `size_bytes`: of each block; 0: of this
-        layout. TransferFailed: the node has died and not restarted. StoreFull: too many leases."""
+        A block that the node stores already gets a lease and no slot. No key is covered if the node
+        takes no blocks, or if blocks in use fill the quota of `tenant`. `ephemeral`: free the block
+        with its last lease. `size_bytes`: of each block; 0: of this layout. Raises TransferFailed
+        if the node has died and not restarted, and StoreFull if there are too many leases."""
         size_bytes = size_bytes or self.layout.block_bytes
         for _ in range(2):
             local = self._local
@@ -238,8 +239,8 @@ class Store:
                 self.abandon([slot for slot in given.slots if slot is not None], owner)
                 self._map_next_incarnation(local)
                 continue
-            # Check before the headers are written, and again afterwards: a late writer would
-            # overwrite headers of slots that have been granted to another owner.
+            # Check before the headers are written, and again afterwards, because a late writer
+            # would overwrite headers of slots that have been granted to another owner.
             is_ours = self._directory.may_write(given, owner, lease_s)
             for key, slot in zip(keys, given.slots, strict=True):
                 if slot is None or not is_ours:
@@ -264,11 +265,11 @@ class Store:
         """Copy layers of the page at buffer[offsets_bytes[i]] into slots[i]; return their digests.
 
         The slots may be of any node. Another process of the same release may have allocated them;
-        its lease must still be valid. `layers`: only these layers of the page. `deadline_s` bounds
-        writes to other nodes only. None: the slot is not "writing" in its generation any more, and
-        nothing was written to it. TransferFailed: the slots' node has died or cannot be reached.
-        TransferTimeout: bytes may still arrive. The caller must then let the lease expire instead
-        of abandoning the slot, and must not pass on the digests.
+        the lease of that process must still be valid. `layers`: only these layers of the page.
+        `deadline_s` bounds writes to other nodes only. None: the slot is not "writing" in its
+        generation any more, and nothing was written to it. Raises TransferFailed if the slots' node
+        has died or cannot be reached. After TransferTimeout, bytes may still arrive. The caller
+        must then let the lease expire instead of abandoning the slots.
         """
         part = self._part(layers)
         skip_bytes = part.offset_bytes - self._part(None).offset_bytes
@@ -301,13 +302,14 @@ class Store:
         """Complete written blocks: write their digests and headers, then commit them to the
         directory. A block is (key, slot leased to `owner`, digests of all layers). lease_s = 0
         ends the leases. False: the slot was granted to another writer, or another directory leads.
-        TransferFailed, TransferTimeout: as for `write`. RequestInvalid: a digest is missing, or all
-        blocks of a node were committed before or never allocated."""
+        Raises TransferFailed and TransferTimeout as `write` does, and RequestInvalid if a digest is
+        missing, or if all blocks of a node were committed before or never allocated."""
         done = [False] * len(blocks)
         for _, _, digests in blocks:
             if len(digests) != self.layout.layers:
                 raise RequestInvalid(
-                    f"{len(digests)} digests for a block of {self.layout.layers} layers: one each"
+                    f"{len(digests)} digests for a block of {self.layout.layers} layers; give one "
+                    "digest per layer"
                 )
         for node_id, indices in by_node([slot for _, slot, _ in blocks]).items():
             accepted = self._commit_on(node_id, [blocks[i] for i in indices], owner, lease_s)
@@ -319,7 +321,7 @@ class Store:
         self, node_id: str, blocks: Sequence[WrittenBlock], owner: str, lease_s: float
     ) -> list[bool]:
         epochs = {slot.epoch for _, slot, _ in blocks}
-        # the earlier directory's grants are void, and without them the prefix is useless
+        # The grants of the earlier of two directories are void. Without them the prefix is useless.
         if len(epochs) > 1:
             return [False] * len(blocks)
         if node_id == self.node_id:
@@ -341,8 +343,8 @@ class Store:
         return done
 
     def _check_alive(self, local: LocalNode) -> None:
-        """Raise TransferFailed if the local node has died. Its memory stays writable while mapped,
-        and the directory still lists its blocks for some seconds, but they are lost."""
+        """Raise TransferFailed if the local node has died. Its blocks are then lost, although the
+        memory stays writable while mapped, and the directory lists the blocks for some seconds."""
         if not local.segment.is_owner_alive():
             raise TransferFailed(f"storage node {self.node_id} has died; its blocks are lost")
 
@@ -351,7 +353,7 @@ class Store:
         self._directory.abandon(slots, owner)
 
     def renew(self, owner: str, lease_s: float) -> bool:
-        """Extend all leases of `owner`, never shorten them. False: `owner` has no leases."""
+        """Extend all leases of `owner`. Returns False if `owner` has no leases."""
         return self._directory.renew(owner, lease_s)
 
     def release(self, owner: str) -> None:
@@ -403,8 +405,9 @@ class Store:
         return local.info if is_mapped and local.segment.is_owner_alive() else None
 
     def verify_in_place(self, copies: Sequence[Copy], deadline_s: float) -> PlacedBlocks:
-        """Verify local blocks in the segment, without a copy. The reader must lease them. None: the
-        block is corrupt, remote or not verified in time. NOTHING_PLACED without `mapped_node`."""
+        """Verify local blocks in the segment, without a copy. The caller must lease them. None: the
+        block is corrupt, remote or not verified in time. Returns NOTHING_PLACED if there is no
+        `mapped_node`."""
         started_s = time.monotonic()
         node = self._nodes.access_to(info) if (info := self.mapped_node) else None
         if node is None or not isinstance(node.transport, MappedTransport):
@@ -425,15 +428,16 @@ class Store:
         )
 
     def is_in_place(self, incarnation: str, block: PlacedBlock) -> bool:
-        """False if a writer has begun to refill the block's slot. True once the node has died:
-        slots of its memory are not granted again."""
+        """False if a writer has begun to refill the block's slot. True if the node has died,
+        because slots of a dead node's memory are not granted again."""
         local = self._local
         view = local.segment.view_if_open()
         return local.info.incarnation != incarnation or view is None or is_still(view, block)
 
     def slots_in_place(self, slots: Sequence[Slot]) -> PlacedBlocks:
-        """Where another process of this host may fill local slots that `allocate` granted. None: an
-        earlier transfer may still write to the slot, so a digest of its memory proves nothing."""
+        """The positions of local slots that `allocate` granted, for another process of this host to
+        fill. None: an earlier transfer may still write to the slot, so a digest of its memory would
+        prove nothing."""
         local, late = self._local, set(self._late)
         blocks = begun_blocks(local.shape, slots, self.layout.block_bytes)
         safe = [at if slot not in late else None for slot, at in zip(slots, blocks, strict=True)]
@@ -460,7 +464,7 @@ class Store:
     def _digests(
         self, copies: Sequence[Copy], layers: range | None, checksums: Sequence[int] | None
     ) -> list[tuple[int, ...] | None]:
-        """Digests of these layers of each block: from `checksums`, else from beside the block."""
+        """Digests of these layers of each block: from `checksums`, or else those stored with it."""
         wanted = self.pages.layers.indices if layers is None else layers
         if checksums is not None:
             count = len(wanted)
@@ -473,7 +477,7 @@ class Store:
                 found.append(unpack_digests(packed)[wanted.start : wanted.stop])
             else:
                 found.append(None)
-                # b"": the block's checksum contradicts its digests. None: they were not read
+                # b"": the block's checksum contradicts its digests. None: no digests were read.
                 if packed is not None:
                     self._report_bad_copy(copy)
         return found
@@ -489,8 +493,8 @@ class Store:
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
     ) -> list[Copy | None]:
-        """The copy of each block to read: on the first node of `first` that has it, else the
-        cheapest. None: no copy can be read now."""
+        """The copy of each block to read: that on the first node of `first` with a copy, else the
+        cheapest one. None: no copy can be read now."""
         return self._nodes.choose(found, first)
 
     def fetch(
@@ -501,9 +505,9 @@ class Store:
         lease_s: float,
         deadline_s: float,
     ) -> Fetched:
-        """Copy blocks of other nodes or SSDs into the local segment and commit them there.
-        `copies[i]` may be local already. Then leases the prefix of `keys` that has copies to
-        `owner`. Errors as `allocate`."""
+        """Copy blocks of other nodes or SSDs into the local segment and commit them there. Then
+        lease the prefix of `keys` that has copies to `owner`. Copies that are local already are
+        skipped. Raises the errors of `allocate`."""
         terms = LeaseTerms(owner, lease_s, time.monotonic() + deadline_s)
         bytes_from = self._fetcher.fetch(lambda: self._local.mapped(), keys, copies, terms)
         found = self._directory.lookup(keys, owner, lease_s)
@@ -512,7 +516,8 @@ class Store:
 
     def pending_offsets(self, buffer: ByteArray | None = None) -> list[ByteSpan]:
         """Spans of this registered buffer (default: the first) that timed-out reads may still
-        write. The call polls these reads: repeat it about every 10 ms until no span is listed."""
+        write. These reads end only while they are polled, and each call polls them once. So repeat
+        the call about every 10 ms until no span is listed."""
         if buffer is None and not self._buffers:
             return []
         return self._nodes.pending_in(self._buffers[0] if buffer is None else buffer)
@@ -572,14 +577,15 @@ class Store:
 
 
 def _refuse_other_host(info: NodeInfo) -> None:
-    """NodeUnknown if the node is on another host: its segment's name means another file here."""
+    """Raise NodeUnknown if the node is on another host, where this process cannot map its
+    memory."""
     try:
         here = host_id(info.segment_path)
     except OSError:
         here = f"without {os.path.dirname(info.segment_path)}"
     if info.host_id != here:
         raise NodeUnknown(
-            f"storage node {info.node_id} is on another host ({info.host_id}, here it is {here}), "
+            f"storage node {info.node_id} is on host {info.host_id}, and this host is {here}, "
             "but a worker must map the memory of its node: start a storage node on this host "
             "and name it as store_node"
         )

@@ -6,11 +6,11 @@ request, until `release`. A lease that is not renewed ends after `lease_s`.
 
 Threads: every method may be called from several threads at once.
 
-Errors: a block that cannot be read in time is a miss (False or None), never an exception. Its page
-must not be used again while `pending_offsets` lists it. StoreUnavailable: the directory does not
-answer. TransferFailed: the node of a slot has died or cannot be written from here. TransferTimeout,
-from `write` and `commit`: bytes may still arrive, so the slots must not be abandoned. After a
-restart of directory or local node, `allocate` attaches to the new incarnation by itself.
+Errors: a block that cannot be read in time is a miss (False or None), never an exception. The page
+must not be used again while `pending_offsets` lists it. StoreUnavailable means that the directory
+does not answer, and TransferFailed that the node of a slot has died or cannot be written from here.
+After TransferTimeout from `write` or `commit`, bytes may still arrive, so the slots must not be
+abandoned. After a restart of the directory or the local node, `allocate` attaches again by itself.
 """
 
 from __future__ import annotations
