@@ -281,7 +281,7 @@ def test_load_refuses_places_outside_and_slots_that_have_a_newer_owner(
         KEYS[0], copy.slot, copy.generation, 100, copy.generation + 9, copy.checksum, BLOCK
     )
     units = geometry(SIZE, 4096).units
-    with pytest.raises(RequestInvalid, match=f"slot {units - 1} with 10000 bytes is outside"):
+    with pytest.raises(RequestInvalid, match=f"slot {units - 1} with 10000 bytes exceeds"):
         writer.node.load([restore._replace(slot=units - 1)], 5.0)
     writer.write_header(KEYS[9], 100, copy.generation + 10, 5, STATE_READY)
     assert writer.node.load([restore], 5.0) == [False]
