@@ -1,5 +1,5 @@
-"""Prefill and decode steps over paged KV. Start with interface.py; README.md has the order.
+"""Prefill and decode steps over paged KV. README.md lists the modules in reading order.
 
-This package and its pure modules (interface, pages, batching, sampling) do not import torch,
-because the launcher and the simulator use them too.
+The modules outside torch/ and trtllm/ do not import torch, because the launcher and the simulator
+also use some of them.
 """

@@ -3,8 +3,8 @@
 A point is the shape of one step. Each point is computed once as a warm-up, the cheapest first. Then
 all points are measured in turn, until each has REPEATS samples or the time budget is spent. The
 result is the median of a point's samples. A point that exceeds the engine's context or its free
-pages is left out. When the budget is spent, remaining points are left out too, but the cheapest
-POINTS_MIN are measured in any case. The steps overwrite free pages.
+pages is left out. When the budget is spent, all points without a warm-up are left out too. The
+POINTS_MIN cheapest points are measured even after that. The steps overwrite free pages.
 
 Not here: the formula that is fitted to the results (conductor/estimates/estimates.py).
 """
@@ -19,8 +19,8 @@ from backends.engine.interface import Engine, Work
 from mooncake_store.layout import blocks_touched
 
 REPEATS = 5  # samples per point
-POINTS_MIN = 3  # points that are measured even without budget, because the fit needs them
-Point = tuple[int, int]  # as in `measure_prefill` or `measure_decode`
+POINTS_MIN = 3  # points that are measured even when the budget is spent, because the fit needs them
+Point = tuple[int, int]  # (new tokens, prefix tokens), or (sequences, context tokens of each)
 
 
 def measure_prefill(
@@ -64,7 +64,7 @@ def _measure(
 
 
 def _batch(engine: Engine, sequences: list[tuple[int, int]], pages: list[int]) -> list[Work] | None:
-    """A batch of these sequences over distinct pages; None if they do not fit."""
+    """A batch of these sequences, without shared pages; None if pages or context are too small."""
     batch, used = [], 0
     for new_tokens, before in sequences:
         if new_tokens + before > engine.context_tokens_max:

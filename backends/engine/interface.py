@@ -4,8 +4,8 @@ A block is the KV of `block_tokens` tokens, and the unit of the store. A page is
 for one block, or for consecutive layers of it (`PageLayout`). A page with all layers has exactly
 the layout of a block, so one copy moves the block.
 
-An `Engine` computes step by step and has no requests. Its caller takes pages from `pages` and owns
-them. One call of `forward` computes prefill (many tokens of a sequence) and decode (one token).
+An `Engine` has no requests. The caller takes pages from the engine's `pages` and owns them. One
+call of `forward` computes a step of prefill (many tokens of a sequence) and decode (one token).
 
 Not here: the batch of a step (batching.py), sampling (sampling.py), an engine that batches by
 itself (trtllm/engine.py).
@@ -39,7 +39,7 @@ class Work:
 
 
 class ServingEngine(Protocol):
-    """One model on its devices. The engine or its caller may do the batching."""
+    """One model on its devices. Only TrtllmEngine does the batching itself."""
 
     layout: KvLayout  # layout of a block with all layers of the model
     layers: LayerRange  # layers in each page: all, or those of a pipeline stage
@@ -47,24 +47,26 @@ class ServingEngine(Protocol):
     vocabulary_tokens: int  # token ids are in [0, vocabulary_tokens)
     model_id: str  # family and shape of the model
     weights_id: str  # hash of the weights
-    tp_shape: str  # how tensor-parallel ranks divide KV; workers share KV only if it is equal
+    tp_shape: str  # how tensor-parallel ranks divide KV; equal in workers that share KV
     pages: PagePool
     # uint8; page p is kv_pool[p * page_bytes : (p + 1) * page_bytes], see layout.PageLayout.
     # On a GPU this is host memory: a pinned mirror of the pages, or TrtllmEngine's staging pool.
     kv_pool: NDArray[np.uint8]
 
     def import_pages(self, pages: Sequence[int]) -> None:
-        """Copy these pages from `kv_pool` to the device. Later steps wait for the copy. Any thread.
+        """Copy these pages from `kv_pool` to the device. Steps that begin later wait for the copy.
 
-        Does nothing on a CPU, where `kv_pool` is the engine's memory, and in TrtllmEngine.
+        Any thread may call this method. It does nothing in TrtllmEngine and on a CPU, where
+        `kv_pool` is the engine's own memory.
         """
         ...
 
     def export_pages(self, pages: Sequence[int]) -> None:
-        """Copy these pages from the device to `kv_pool`, before the caller reads them. Any thread.
+        """Copy these pages from the device to `kv_pool`, so that the caller can read them there.
 
-        The caller may read only parts in which no step computes. Layers that `on_layer` announced
-        are in `kv_pool` already. Does nothing on a CPU and in TrtllmEngine.
+        Any thread may call this method. The caller must not read KV that a running step computes.
+        Layers that `on_layer` announced are in `kv_pool` without this call. The method does nothing
+        in TrtllmEngine and on a CPU.
         """
         ...
 
@@ -72,10 +74,10 @@ class ServingEngine(Protocol):
 
 
 class Engine(ServingEngine, Protocol):
-    """An engine that computes step by step. Only one thread at a time may compute a step."""
+    """An engine whose caller decides each step. Only one thread at a time may compute a step."""
 
     eos_token_ids: tuple[int, ...]  # end-of-sequence token ids; may be empty
-    rings: RingLayout | None  # layout of layer ring buffers; None: the engine is no LayerEngine
+    rings: RingLayout | None  # layout of layer ring buffers; None: no layer-wise prefill
 
     def forward(
         self, batch: Sequence[Work], on_layer: Callable[[int], None] | None = None
@@ -83,7 +85,7 @@ class Engine(ServingEngine, Protocol):
         """float32 logits [len(batch), vocabulary_tokens] of the last token of each sequence.
 
         `on_layer(l)` is called when the KV of layer l of *all* sequences is in `kv_pool`. All calls
-        are made before `forward` returns, in order of layers. Later layers may still be computed.
+        are made before `forward` returns, in order of layers.
         """
         ...
 

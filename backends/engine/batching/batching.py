@@ -2,40 +2,39 @@
 
 States of a request:
 
-    waiting    in a bounded queue
+    waiting    is in the queue and owns no pages
     admitted   owns a request slot and *all* pages that it can ever need
-    started    takes part in steps; its KV is in its pages, or is loaded layer by layer
-    removed
+    started    takes part in steps
 
 All pages are reserved at admission, so a running request never runs out of pages. The conductor's
 predictions rely on this rule. Reserved pages stay unused when an output ends early. If the head of
-the queue does not fit, no later request is admitted. Small requests would otherwise starve it.
+the queue does not fit, no later request is admitted, because small requests would starve the head.
 
 Prefill order: shortest job first with ageing, by the order keys of conductor/queue_order.py. The
 order applies to waiting prompts and, at each step, to started prompts. So a short prompt overtakes
 a long one between two chunks of the long prompt. The long prompt keeps its pages and computed KV. A
 running step is never interrupted.
 
-Prefill step: at most `chunk_tokens` new tokens, which bounds its duration. The first prompt takes
-as many as it needs. Further prompts share the step while `shares_step` (conductor/queue_order.py)
-accepts them. A chunk that does not end its prompt ends at a block boundary, so that its blocks are
-complete and can be stored. Steps are short while an earlier prompt still loads its prefix, because
-that prompt waits for the end of the step.
+Prefill step: a step computes at most `chunk_tokens` tokens, which bounds the duration of the step.
+The first prompt takes as many as it needs. Further prompts share the step while `shares_step`
+(conductor/queue_order.py) accepts them. A chunk that does not end its prompt ends at a block
+boundary, so that its blocks are complete and can be stored. A step has fewer tokens while a prompt
+earlier in the order waits for a KV transfer, because the step may delay that prompt.
 
-Layer-wise prefill (layer_passes.py): a prompt longer than one step is computed layer by layer, in
-layer ring buffers instead of pages. Other prompts can overtake it between its steps. It takes part
-in a step only if its next layer is loaded and has free room in the ring buffers. It is admitted
-when at most LAYERWISE_AHEAD_MAX unfinished layer-wise prompts are before it. Exception: a prompt
-with at most one step of uncached tokens is prefilled in chunks, and can then share its step. Its
-length is at most WHOLE_STEPS_MAX steps, and the pool must have pages for all its blocks.
+Layer-wise prefill (layer_passes.py): a prompt of more than `chunk_tokens` tokens is computed layer
+by layer. Its KV is in layer ring buffers, which take fewer pages than all layers of its blocks. The
+prompt takes part in a step only if its next layer is loaded and the ring buffers have room for that
+layer. Between the steps, other prompts can overtake it. A layer-wise prompt is admitted when at
+most LAYERWISE_AHEAD_MAX unfinished layer-wise prompts are before it in the order. Exception: a
+mostly cached prompt is prefilled in chunks, so that it can share a step (`_has_rings`).
 
-Decode: each step computes one token of every started request. Admission is first come, first
-served. One level of priority counts as PRIORITY_S of waiting. If the head of the queue lacks pages
-or a slot, running requests behind it in this order are preempted, the last one first. Their KV
-moves to the store, and they wait at their old queue positions. The order is total and does not
-change after `prioritise`, so two requests can never preempt each other in turn.
+Decode: each step computes one token of every started request. The queue is first come, first
+served, and a level of priority counts as PRIORITY_S of waiting. If the head of the queue lacks
+pages or a slot, running requests after the head in this order are preempted, the last one first.
+Their KV moves to the store, and they wait at their old queue positions. The order is total and does
+not change after `prioritise`, so two requests can never preempt each other in turn.
 
-Not here: page memory (kv_memory.py), when to reject (conductor).
+Not here: the memory of the pages (kv_memory.py), rejection by predicted load (conductor/).
 """
 
 from __future__ import annotations
@@ -51,13 +50,12 @@ from backends.engine.batching.pages import PagePool
 from conductor.queue_order import ALWAYS, shares_step, short_step_tokens
 from mooncake_store.layout import blocks_touched
 
-LAYERWISE_AHEAD_MAX = 1  # prompts; one prompt is computed while the next one loads its prefix
-# Longest mostly cached prompt that is prefilled in chunks, in steps of `chunk_tokens`.
-WHOLE_STEPS_MAX = 4
+LAYERWISE_AHEAD_MAX = 1  # one layer-wise prompt is computed while the next one loads its prefix
+WHOLE_STEPS_MAX = 4  # longest prompt that `_has_rings` calls short, in steps of `chunk_tokens`
 
 PRIORITY_S = 10.0  # seconds of waiting that equal one level of priority
 
-QueuePosition = tuple[float, int, str]  # (order key in s, arrival number, request id); least first
+QueuePosition = tuple[float, int, str]  # (order key in s, number of its `_add`, request id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Chunk:
     """Compute the tokens [start, start + tokens) of one prompt."""
 
     request_id: str
-    start: int  # position in the prompt
+    start: int  # position of the chunk's first token in the prompt
     tokens: int  # >= 1
     is_last: bool  # the chunk ends with the prompt's last token
     layer: int = -1  # the only layer to compute; -1: all layers
@@ -81,7 +79,7 @@ class Chunk:
 class Progress:
     request_id: str
     prompt_tokens: int
-    computed_tokens: int  # cached or computed; 0 <= computed_tokens <= prompt_tokens
+    computed_tokens: int  # includes the cached prefix; 0 <= computed_tokens <= prompt_tokens
 
 
 def next_chunks(
@@ -91,11 +89,11 @@ def next_chunks(
     overhead_tokens: float = ALWAYS,
     waiting: int = 0,
 ) -> list[Chunk]:
-    """Plan one chunked-prefill step for the prompts `started`, the most urgent first.
+    """Plan one chunked-prefill step.
 
-    `overhead_tokens`: the fixed time of a step, as the number of tokens computed in that time.
-    `waiting`: prompts that wait for admission. Both decide how many prompts share the step
-    (`shares_step`). By default as many as fit share it."""
+    `started`: prompts in queue order. `overhead_tokens`: the fixed time of a step, as the number of
+    tokens computed in that time. ALWAYS: prompts share the step until `chunk_tokens` is reached.
+    `waiting`: number of prompts that wait for admission."""
     assert chunk_tokens >= block_tokens, f"{chunk_tokens} tokens a step, {block_tokens} a block"
     chunks: list[Chunk] = []
     budget = chunk_tokens
@@ -130,7 +128,8 @@ class Admission:
         self._slots_max = slots_max
         self._waiting_max = waiting_max
         self._waiting: dict[str, int] = {}  # request -> pages to reserve
-        self._resumed: set[str] = set()  # waiting requests that do not count against waiting_max
+        # Waiting requests that were resumed or preempted. They do not count against waiting_max.
+        self._resumed: set[str] = set()
         self._pages: dict[str, list[int]] = {}  # admitted request -> its pages
         self._positions: dict[str, QueuePosition] = {}  # of waiting and admitted requests
         # Heap of the waiting requests. It also holds outdated entries, which `_head` removes.
@@ -147,7 +146,7 @@ class Admission:
 
     @property
     def has_room(self) -> bool:
-        """Whether a new request may be added. A request with `is_resumed` always may."""
+        """Whether a new request may be added. A resumed request may always be added."""
         return len(self._waiting) - len(self._resumed) < self._waiting_max
 
     def is_waiting(self, request_id: str) -> bool:
@@ -181,7 +180,7 @@ class Admission:
         return None
 
     def admit(self, at_most: int | None = None) -> list[Admitted]:
-        """Admit at most `at_most` requests from the head of the queue, until one does not fit."""
+        """Admit at most `at_most` requests from the head of the queue. Stop if one does not fit."""
         admitted: list[Admitted] = []
         while len(self._pages) < self._slots_max and len(admitted) != at_most:
             request_id = self._head()
@@ -200,8 +199,8 @@ class Admission:
     def remove(self, request_id: str) -> list[int]:
         """Forget a waiting or admitted request and free its slot at once.
 
-        Returns its pages; [] for a waiting request. The caller releases the pages to the pool after
-        the last transfer from or to them.
+        Returns the pages of the request; [] if it was waiting. The caller releases the pages to the
+        pool after the last transfer from or to the pages.
         """
         del self._positions[request_id]
         self._resumed.discard(request_id)
@@ -226,7 +225,7 @@ class Admission:
 
 
 class PrefillBatching(Admission):
-    """Plans chunks of prompts in order of order keys; with equal keys first come, first served."""
+    """Plans prefill steps. Prompts run in the order of their order keys, then of their arrival."""
 
     def __init__(
         self,
@@ -242,12 +241,12 @@ class PrefillBatching(Admission):
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         self._rings = rings
         self._layerwise: set[str] = set()  # waiting and admitted prompts that use ring buffers
-        self._passes: dict[str, LayerPass] = {}  # of started layer-wise prompts
+        self._passes: dict[str, LayerPass] = {}  # one for each started layer-wise prompt
         assert chunk_tokens >= block_tokens, (chunk_tokens, block_tokens)
         self._chunk_tokens = chunk_tokens
         self._overhead_tokens = overhead_tokens
         self._short_tokens = short_step_tokens(chunk_tokens, block_tokens, overhead_tokens)
-        self._prompt_tokens: dict[str, int] = {}  # of waiting and admitted prompts
+        self._prompt_tokens: dict[str, int] = {}  # length of each waiting and admitted prompt
         self._started: dict[str, Progress] = {}
         self._order: list[QueuePosition] = []  # of started prompts, sorted
         # Prompt tokens not yet computed; >= 0. Includes the cached prefix of unstarted prompts.
@@ -263,9 +262,9 @@ class PrefillBatching(Admission):
     ) -> bool:
         """Queue a prompt. Returns False and changes nothing if the queue is full.
 
-        `is_resumed`: the request lost its worker and resumes here; a full queue does not reject it.
-        `local_tokens`: an estimate of the tokens whose KV is cached on this node. It only decides
-        between layer-wise and chunked prefill.
+        `is_resumed`: the request resumes here after a worker failure. A full queue does not reject
+        such a request. `local_tokens`: estimated number of tokens whose KV is cached on this node.
+        The estimate only decides between layer-wise and chunked prefill.
         """
         has_rings = self._has_rings(prompt_tokens, local_tokens)
         pages = self._pages_taken(prompt_tokens, has_rings)
@@ -278,7 +277,7 @@ class PrefillBatching(Admission):
         return True
 
     def ahead(self, request_id: str) -> int:
-        """Number of unfinished prompts before this prompt in the order."""
+        """Number of prompts before this one in the order that are not computed completely."""
         unfinished = (name for name in self._positions if not self._is_complete(name))
         return sum(self.goes_before(name, request_id) for name in unfinished)
 
@@ -287,10 +286,10 @@ class PrefillBatching(Admission):
         return progress is not None and progress.computed_tokens == progress.prompt_tokens
 
     def start(self, request_id: str, computed_tokens: int, is_loaded: bool = True) -> None:
-        """Compute an admitted prompt from token `computed_tokens` on.
+        """Let an admitted prompt take part in steps, from token `computed_tokens` on.
 
-        `is_loaded`: the KV of the tokens before is in the prompt's pages. False is allowed only for
-        a layer-wise prompt, whose prefix is then loaded layer by layer."""
+        `is_loaded`: whether the KV of all earlier tokens is in the prompt's pages. A layer-wise
+        prompt may start with False, because its prefix is then loaded layer by layer."""
         assert request_id in self._pages and request_id not in self._started, request_id
         prompt_tokens = self._prompt_tokens[request_id]
         assert 0 <= computed_tokens < prompt_tokens, (computed_tokens, prompt_tokens)
@@ -340,7 +339,7 @@ class PrefillBatching(Admission):
         )
 
     def _is_loading_before(self, request_id: str | None) -> bool:
-        """Whether a prompt before this one is admitted and still loads or stores KV."""
+        """Whether an admitted prompt before this one waits until KV is loaded or stored."""
         if request_id is None or len(self._pages) == len(self._started) - len(self._passes):
             return False
         first = self._positions[request_id]
@@ -361,7 +360,7 @@ class PrefillBatching(Admission):
         for chunk in chunks:
             progress = self._started.get(chunk.request_id)
             if progress is None:
-                continue  # removed while it was computed
+                continue  # the request was removed during the step
             if chunk.layer < 0:
                 assert progress.computed_tokens == chunk.start, (progress, chunk)
                 computed_tokens = chunk.start + chunk.tokens
@@ -412,7 +411,7 @@ class PrefillBatching(Admission):
         ]
 
     def layer_loaded(self, request_id: str) -> None:
-        """Record that the prefix's KV of one more layer is in the ring buffers."""
+        """Record that the cached prefix of one more layer is in the ring buffers."""
         self._passes[request_id].loaded += 1
 
     def layer_stored(self, request_id: str) -> None:
@@ -446,15 +445,15 @@ class PrefillBatching(Admission):
 
 
 class DecodeBatching(Admission):
-    """One token of each started request per step. Admission is first come, first served."""
+    """Plans decode steps: each step computes one token of every started request."""
 
     def __init__(
         self, pages: PagePool, block_tokens: int, slots_max: int, waiting_max: int
     ) -> None:
         super().__init__(pages, block_tokens, slots_max, waiting_max)
         self._tokens_max: dict[str, int] = {}  # request -> prompt tokens + largest output tokens
-        self._started: dict[str, int] = {}  # request -> its tokens so far; in order of start
-        self._saving: dict[str, int] = {}  # preempted request -> its pages until its KV is saved
+        self._started: dict[str, int] = {}  # request -> prompt and output tokens so far
+        self._saving: dict[str, int] = {}  # preempted request -> number of pages being saved
         self.context_tokens = 0  # prompt and output tokens of all started requests
 
     @property
@@ -480,15 +479,15 @@ class DecodeBatching(Admission):
         return True
 
     def start(self, request_id: str, tokens: int) -> None:
-        """Add an admitted request to the batch. The pages have the KV of all but the last of its
-        `tokens` prompt and output tokens."""
+        """Add an admitted request to the batch. `tokens`: number of its prompt and output tokens.
+        The KV of all of them except the last one is in the request's pages."""
         assert request_id in self._pages and request_id not in self._started, request_id
         assert 0 < tokens <= self._tokens_max[request_id], (tokens, self._tokens_max[request_id])
         self._started[request_id] = tokens
         self.context_tokens += tokens
 
     def prioritise(self, request_id: str, priority: int) -> None:
-        """Move a request by its priority, which is not 0. Call it once, before `start`."""
+        """Move a request in the queue by PRIORITY_S per level. At most once, before `start`."""
         arrived_s, added, _ = self._positions[request_id]
         order_key_s = arrived_s - priority * PRIORITY_S
         self._positions[request_id] = position = (order_key_s, added, request_id)
@@ -498,8 +497,9 @@ class DecodeBatching(Admission):
     def to_preempt(self) -> list[str]:
         """The running requests to preempt so that the head of the queue fits, the last one first.
 
-        All are after the head in the order. The list is empty if the head fits after the current
-        saves, if its own KV is still being saved, or if preempting them all would not be enough.
+        Only requests after the head in the order are preempted. The list is empty if the head will
+        fit when the saves in progress end, or if the head's own KV is still being saved. It is also
+        empty if preempting all requests after the head would not be enough.
         """
         head = self._head()
         if head is None or head in self._saving:
@@ -517,7 +517,7 @@ class DecodeBatching(Admission):
         return chosen if lacking <= 0 else []
 
     def preempt(self, request_id: str) -> list[int]:
-        """Queue a running request again. Returns its pages; call `saved` after saving their KV."""
+        """Queue a running request again. Returns its pages, whose KV the caller has to save."""
         pages = self._pages.pop(request_id)
         self.context_tokens -= self._started.pop(request_id)
         self._saving[request_id] = len(pages)
@@ -527,7 +527,7 @@ class DecodeBatching(Admission):
         return pages
 
     def saved(self, request_id: str) -> None:
-        """The save of a preempted request's KV has ended: the request may be admitted again."""
+        """Record that the save of a preempted request's KV ended. It may be admitted again."""
         self._saving.pop(request_id, None)
 
     def _may_have_pages(self, request_id: str) -> bool:
@@ -546,10 +546,10 @@ class DecodeBatching(Admission):
                 assert self._started[request_id] <= self._tokens_max[request_id], request_id
 
     def steps_alike(self, tokens_at_end: Mapping[str, int]) -> int:
-        """Number of steps until a started request is complete; 0 without started requests.
+        """Number of steps until the first started request is complete; 0 if none is started.
 
-        `tokens_at_end`: request -> its final number of prompt and output tokens, which only a
-        simulator has in advance.
+        `tokens_at_end`: request -> its final number of prompt and output tokens. Only a simulator
+        has these numbers in advance.
         """
         left = (tokens_at_end[name] - tokens for name, tokens in self._started.items())
         return min(left, default=0)

@@ -1,14 +1,11 @@
 """Layer-wise prefill of one prompt: all its new tokens go through layer 0, then layer 1, ... Pure.
 
-The engine's memory needs a layer's KV only while that layer is loaded, computed or stored. So a
-prompt needs at most three layers at a time: one in loading, one in computation, one in storing. Its
-KV is in *layer ring buffers* instead of pages. A page holds all layers of one block of KV. A ring
-buffer holds LAYERS_AT_ONCE consecutive layers of one block, and layer l overwrites layer
-l - LAYERS_AT_ONCE. The prompt thus needs a fraction of the pages. If a page has no room for two
+The KV of a layer must be in the engine's memory only while that layer is loaded, computed or
+stored. So a prompt needs at most three layers at a time: one is loaded, one is computed, and one is
+stored. A page holds all layers of one block of KV. A *layer ring buffer* holds LAYERS_AT_ONCE
+consecutive layers of one block, and layer l overwrites layer l - LAYERS_AT_ONCE. A page has room
+for several ring buffers, so a layer-wise prompt takes fewer pages. If a page has no room for two
 ring buffers, each block takes a whole page.
-
-The pages and the ring buffers are two partitions of one memory, so the engine computes in ring
-buffers as in pages.
 
 Not here: the order of prompts (batching.py), loading and storing (workers/).
 """
@@ -23,7 +20,8 @@ LAYERS_AT_ONCE = 3  # one layer is loaded, one is computed, one is stored
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """Places ring buffers in a pool. Number n has the n-th span of `layers_at_once` layers."""
+    """Places ring buffers in the memory of all pages, a sequence of layers: those of page 0 first.
+    Ring buffer n has the layers [n * layers_at_once, (n + 1) * layers_at_once) of this sequence."""
 
     layers: int  # layers in a page, >= 1
 
@@ -39,7 +37,7 @@ class RingLayout:
 
     @property
     def _whole_rings(self) -> int:
-        # The most layers of a page before the first ring buffer that begins in the page.
+        # At most this many first layers of a page belong to a ring buffer of the page before.
         across = 0 if self.layers % LAYERS_AT_ONCE == 0 else LAYERS_AT_ONCE - 1
         return (self.layers - across) // LAYERS_AT_ONCE
 
@@ -65,9 +63,9 @@ class LayerRings:
     numbers: Sequence[int]  # numbers[i] is the ring buffer of block i
 
     def page_offset_bytes(self, block: int, layer: int) -> int:
-        """Page offset with which code for pages finds `layer` in the ring buffer of this block.
+        """Offset of an imagined page of this block, whose layer `layer` is in the ring buffer.
 
-        Such code adds the layer's offset inside a page. So the result may be negative."""
+        Code for pages adds layer * layer_bytes to this offset. So the result may be negative."""
         size = self.shape.layers_at_once
         return (self.numbers[block] * size + layer % size - layer) * self.layer_bytes
 
@@ -79,11 +77,11 @@ class LayerPass:
     start: int  # first token to compute; the KV of all tokens before it is cached
     end: int  # number of prompt tokens; > start
     chunk_tokens: int  # largest chunk
-    layers: int  # of the model
+    layers: int  # layers of the model
     layers_at_once: int  # layers in a ring buffer
-    loaded: int  # leading layers with their prefix in the ring buffers; layer <= loaded <= layers
-    stored: int = 0  # leading layers that are in the store; 0 <= stored <= loaded
-    layer: int = 0  # the layer in computation; == layers when all are computed
+    loaded: int  # number of layers whose prefix has been loaded; layer <= loaded <= layers
+    stored: int = 0  # number of layers whose KV is in the store; 0 <= stored <= loaded
+    layer: int = 0  # the layer to compute next; == layers when all are computed
     position: int = 0  # next token to compute in `layer`; start <= position < end
 
     def __post_init__(self) -> None:
@@ -114,8 +112,8 @@ class LayerPass:
     def next_parts(self, tokens: int) -> Iterator[tuple[int, int, int]]:
         """Each (layer, start, tokens) of the next step; none if no layer can be computed.
 
-        The step's work is at most that of `tokens` tokens in all layers. Exception: the first chunk
-        may exceed it. All layers are cut into the same chunks.
+        The step's work is at most that of `tokens` tokens in all layers. A first chunk with more
+        work is computed alone. All layers are cut into the same chunks.
         """
         left, layer, start = tokens * self.layers, self.layer, self.position
         is_first = True

@@ -1,12 +1,11 @@
 """Page allocator of an engine's KV memory.
 
-A page is free or taken. Requests do not share pages, because the prefix cache is the store and not
-the engine. The lowest free page number is allocated first. So a lightly loaded pool reuses few
-pages, which stay in CPU caches and TLBs, and tests are deterministic.
+Requests do not share pages, because the prefix cache is the store and not the engine. The lowest
+free page number is allocated first, so a lightly loaded pool reuses few pages. These pages stay in
+CPU caches and TLBs.
 
-`Occupation` measures the VRAM occupation cost of the Mooncake paper: KV memory times the time for
-which it is taken. Layer-wise prefill exists to lower this cost. The integral is updated at each
-change of the number of taken pages, so it is exact.
+`Occupation` measures the VRAM occupation cost of the Mooncake paper: taken KV memory, integrated
+over time. Layer-wise prefill exists to lower this cost.
 
 Not here: the memory itself (kv_memory.py), how many pages a request needs (batching.py).
 """
@@ -23,7 +22,8 @@ class PagePool:
         self.pages_max = pages_max
         self._free = list(range(pages_max))  # heap of page numbers
         self._is_taken = bytearray(pages_max)
-        self.on_change: Callable[[int], None] = lambda used_pages: None  # after `take`, `release`
+        # Called with the number of taken pages after each `take` and `release`.
+        self.on_change: Callable[[int], None] = lambda used_pages: None
 
     @property
     def free_pages(self) -> int:
@@ -66,7 +66,8 @@ class Occupation:
     """Page seconds of a pool. One thread at a time may call `changed`; any thread may read."""
 
     def __init__(self, now_s: float) -> None:
-        # Pages taken, time of last change in s, page seconds before it. One tuple: atomic reads.
+        # (taken pages, time of the last change in s, page seconds until that change). The state is
+        # one tuple, so that a reader in another thread gets values that belong together.
         self._state = (0, now_s, 0.0)
 
     def changed(self, used_pages: int, now_s: float) -> None:
