@@ -1,23 +1,23 @@
-"""The conductor's state machine: events, reports and requests in; routes and rejections out.
+"""The conductor's state machine: it turns events, reports and requests into routes and rejections.
 
 The conductor holds all decision state, reads no clock and does no I/O. The same class therefore
 runs in the frontend's process and in the simulator. The caller (ClusterView, or the simulator)
-serialises the calls with a lock and carries out the results. A thread may read the clock before it
-takes the lock, so a `now_s` below the largest value so far is raised to that value.
+serialises the calls with a lock and carries out the results. Threads may read the clock before they
+take the lock, so a `now_s` below the largest value so far is raised to that value.
 
-    on_snapshot, on_events, on_silence         directory state, its changes, gaps without events
-    on_arrival                                 checks tenant limits before parsing
-    on_charged                                 counts an invalid or tokenising request of a tenant
-    on_request                                 a Route or a Reject; a route is reserved at once
-    on_prefill_finished                        the load moves from the prefill to the decode worker
-    on_finished                                done, failed or cancelled: reservations are dropped
-    on_used                                    unused tokens return to the limit of the tenant
-    on_worker_failed                           excludes a worker after a failed call
-    on_worker_reached                          excludes a worker without a network path
-    on_worker_refused                          marks a decode worker as full after a refusal
-    on_routed_elsewhere, take_notes            notes received from and sent to other frontends
-    on_tick                                    expires old state; suggests copies of hot prefixes
-    propose_flip                               a worker that should change its role
+    on_snapshot, on_events, on_silence  receive the directory's state, its events, gaps in events
+    on_arrival                          checks the limits of the tenant before a prompt is parsed
+    on_charged                          charges the tenant for an invalid request or /tokenize
+    on_request                          returns a Route, whose load is reserved, or a Reject
+    on_prefill_finished                 moves a request's load from prefill to the decode worker
+    on_finished                         drops the reservations of a request that has ended
+    on_used                             returns unused tokens to the limit of the tenant
+    on_worker_failed                    excludes a worker after a failed call
+    on_worker_reached                   excludes a worker without a network path
+    on_worker_refused                   marks a decode worker as full after it refused a request
+    on_routed_elsewhere, take_notes     receive and send the notes of frontends (notes.py)
+    on_tick                             expires old state and suggests copies of hot prefixes
+    propose_flip                        names a worker that should change its role
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Conductor:
     # Directory events
 
     def on_snapshot(self, snapshot: Snapshot, now_s: float) -> None:
-        """Replace the known cluster by a snapshot; keep reservations of workers still in it."""
+        """Replace the known cluster by a snapshot. Workers in both keep their reservations."""
         now_s = self._advance(now_s)
         nodes = {info.node_id: info.incarnation for info in snapshot.nodes}
         for node_id, known in list(self._cluster.nodes.items()):
@@ -177,7 +177,6 @@ class Conductor:
     def _index(
         self, kind: type[BlockAdded] | type[BlockRemoved], keys: Sequence[bytes], node_id: str
     ) -> None:
-        """Add or remove the node as a holder of these blocks."""
         if kind is BlockRemoved:
             self._tiers.remove_many(keys, node_id)
             return
@@ -198,11 +197,11 @@ class Conductor:
     def on_arrival(
         self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
     ) -> Reject | None:
-        """The rejection by the tenant's limits of one more request, not parsed yet; None: admitted.
+        """The rejection of an unparsed request by its tenant's limits. None: no limit is exceeded.
 
         `in_flight`: the tenant's requests at this frontend, including requests still being parsed.
-        None: the call is not a request (for example /tokenize), so requests_in_flight_max does not
-        apply.
+        `in_flight` is None for a call that generates nothing (for example /tokenize), because
+        requests_in_flight_max does not apply to it.
         """
         now_s = self._advance(now_s)
         if in_flight is not None:
@@ -214,14 +213,14 @@ class Conductor:
         return self._refuse(used_up)
 
     def on_charged(self, tenant: str, now_s: float) -> None:
-        """Charge one request to the tenant, for an invalid request or for tokenising."""
+        """Charge the tenant one request, for an invalid request or a call of /tokenize."""
         usage = self._quotas.charged(tenant, self._advance(now_s))
         if self._others:
             self._noted.add(usage)
 
     def on_request(self, request: Request, now_s: float) -> Route | Reject:
-        """The route of this request, or its rejection. An earlier request with the same request_id
-        loses its reservations in both cases."""
+        """The route of this request, or its rejection. Both outcomes drop the reservations of an
+        earlier request with the same request_id."""
         assert request.prompt_tokens > 0 and request.output_tokens_max >= 0, request
         now_s = self._advance(now_s)
         self._drop(request.request_id, now_s)
@@ -252,8 +251,8 @@ class Conductor:
         return self._reserve_route(request, pair, options, advice, now_s)
 
     def explain(self, request: Request, now_s: float, count_max: int | None = None) -> Explanation:
-        """The chosen pair and then the others by TTFT, at most `count_max` (None: all), with their
-        terms and the verdict on each. Empty if a role has no usable worker. Reserves nothing."""
+        """At most `count_max` pairs (None: all) with predictions and verdicts: the chosen pair, and
+        then the others by TTFT. Empty if a role has no usable worker. Reserves nothing."""
         now_s = max(now_s, self._now_s)
         options = self._options(request, now_s)
         if isinstance(options, Reject):
@@ -303,7 +302,6 @@ class Conductor:
     def _reserve_route(
         self, request: Request, pair: Pair, options: Options, advice: Reject | None, now_s: float
     ) -> Route:
-        """Reserve the pair, update the totals and notes, and build the route."""
         prefill, decode = pair.prefill, pair.decode
         route = Route(
             request_id=request.request_id,
@@ -339,8 +337,8 @@ class Conductor:
     def on_prefill_finished(
         self, request_id: str, now_s: float, cached_tokens: int, seconds: float | None = None
     ) -> None:
-        """Move the request's load from prefill to decode, after its first token. `seconds`: prefill
-        time; None: not reported. Unknown requests and repeated calls are ignored."""
+        """Move the load of a request from prefill to decode, after its first token. `seconds`:
+        prefill time, None if not reported. Unknown requests and repeated calls are ignored."""
         now_s = self._advance(now_s)
         routed = self._cluster.in_flight.get(request_id)
         if routed is None or routed.prefill_done:
@@ -364,10 +362,10 @@ class Conductor:
             self._cluster.learn_prefill(routed, cached_tokens, seconds, now_s, now_s)
 
     def on_finished(self, request_id: str, now_s: float, output_tokens: int | None = None) -> None:
-        """Done, failed or cancelled: drop all reservations of the request. Idempotent.
+        """Drop all reservations of a completed, failed or cancelled request. Idempotent.
 
-        `output_tokens`: length of a complete answer; None: failed, cancelled or unknown.
-        """
+        `output_tokens`: length of a complete answer. None if the request failed or was cancelled,
+        or if the length is unknown."""
         now_s = self._advance(now_s)
         routed = self._drop(request_id, now_s, output_tokens)
         if routed is not None:
@@ -377,7 +375,8 @@ class Conductor:
 
     def on_used(self, request_id: str, now_s: float, tokens: int) -> None:
         """Return unused tokens to the tenant's limit, after all attempts of a request have ended.
-        `tokens`: prompt and output tokens used. `request_id`: of the attempt that was charged."""
+        `tokens`: prompt and output tokens used. `request_id`: id of the attempt that was charged.
+        """
         now_s = self._advance(now_s)
         usage = self._quotas.ended(request_id, tokens, now_s)
         if usage is not None and self._others:
@@ -386,7 +385,7 @@ class Conductor:
     def _drop(
         self, request_id: str, now_s: float, output_tokens: int | None = None
     ) -> InFlightRequest | None:
-        """Drop the reservations of the request, and note the end for other frontends."""
+        """Drop the reservations of the request, and note its end for other frontends."""
         routed = self._cluster.drop(request_id, now_s)
         if routed is not None and self._others and not routed.is_elsewhere:
             length = -1 if output_tokens is None else output_tokens
@@ -394,21 +393,22 @@ class Conductor:
         return routed
 
     def on_worker_failed(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """Exclude the worker for failed_mark_s, or until a report over report_lag_s from now."""
+        """Exclude the worker for failed_mark_s. A report that arrives more than report_lag_s from
+        now ends the exclusion earlier."""
         now_s = self._advance(now_s)
         self._cluster.worker_failed((worker_id, incarnation), now_s)
 
     def on_worker_reached(
         self, worker_id: str, incarnation: str, is_reached: bool, now_s: float
     ) -> None:
-        """Exclude the worker while `is_reached` is False: this frontend has no path to it."""
+        """Exclude the worker while this frontend has no network path to it (`is_reached` False)."""
         self._advance(now_s)
         self._cluster.worker_reached((worker_id, incarnation), is_reached)
 
     def on_worker_refused(self, worker_id: str, incarnation: str, now_s: float) -> None:
-        """Mark a decode worker as full, because it rejected an arriving request (arrival_check.py).
-        The mark ends after overload_mark_s, or with a report over report_lag_s from now. While the
-        batch is empty, the mark does not count."""
+        """Mark a decode worker as full, because it refused an arriving request (arrival_check.py).
+        The mark ends after overload_mark_s, or with a report more than report_lag_s from now. A
+        marked worker with an empty batch does not count as full."""
         now_s = self._advance(now_s)
         self._cluster.worker_refused((worker_id, incarnation), now_s)
         self._gate.decode_was_short()
@@ -427,8 +427,8 @@ class Conductor:
                 self._balance.on_batch(batch, now_s)
 
     def take_notes(self, now_s: float, count_max: int, is_last: bool = False) -> NoteBatch:
-        """The `count_max` oldest notes for the other frontends; an empty batch is a heartbeat. A
-        batch that the caller does not send is lost."""
+        """The `count_max` oldest notes for the other frontends. An empty batch is sent too, as a
+        heartbeat. A batch that the caller does not send is lost."""
         now_s = self._advance(now_s)
         return self._noted.take(now_s, count_max, self._gate.wanted_of(now_s), is_last)
 
@@ -471,8 +471,8 @@ class Conductor:
     ) -> list[Replicate]:
         """Expire old state, and suggest copies of hot prefixes. To be called about twice a second.
 
-        A suggestion that is not carried out is repeated after replicate_s_max. `held`: request ids
-        of the attempts that the frontend still holds. They do not expire after request_s_max.
+        A suggestion that is not carried out is repeated after replicate_s_max. `held` returns the
+        request ids of the attempts that the frontend still holds. These requests do not expire.
         """
         now_s = self._advance(now_s)
         self._gate.margin.fade(now_s)
@@ -494,8 +494,8 @@ class Conductor:
         return suggestions
 
     def copies_by_heat(self, now_s: float) -> tuple[HeatClass, ...]:
-        """Counts of hot blocks and their DRAM copies, by class of hit rate, in ascending order. Hit
-        rates are of this frontend's requests, as of the latest tick."""
+        """Counts of hot blocks and their DRAM copies, by class of hit rate, in ascending order. The
+        hit rates count this frontend's requests up to the latest tick."""
         return self._hotspots.copies_by_heat(self._tiers.dram, self._advance(now_s))
 
     def hot_prefixes(self, now_s: float, count_max: int) -> list[HotPrefix]:
@@ -504,7 +504,7 @@ class Conductor:
 
     def propose_flip(self, now_s: float) -> RoleFlip | None:
         """A worker that should change its role now, or None. To be called about twice a second.
-        Only one of several frontends proposes."""
+        Where several frontends run, one of them proposes."""
         now_s = self._advance(now_s)
         if self._balance is None:
             return None
@@ -514,7 +514,6 @@ class Conductor:
         return self._others.turn(self._noted.frontend, key)
 
     def stats(self) -> ConductorStats:
-        """Counters, gauges and prediction errors at this moment."""
         balance = self._balance
         return ConductorStats(
             **asdict(self._totals),
@@ -554,7 +553,6 @@ class Conductor:
         return found
 
     def check(self) -> None:
-        """Assert the invariants of all parts."""
         self._cluster.check(self._now_s)
         self._hotspots.check()
         self._others.check()
@@ -568,7 +566,7 @@ class Conductor:
         assert routed_or_not == self._totals.requests, "a request was neither routed nor rejected"
 
     def _advance(self, now_s: float) -> float:
-        """Raise the conductor's time to `now_s`, if that is later, and return the time."""
+        """Raise the conductor's time to `now_s` if that is later. Return the conductor's time."""
         self._now_s = max(now_s, self._now_s)
         return self._now_s
 

@@ -24,60 +24,60 @@ CHOICES = {
     "queue_order": ("fifo", "shortest_first"),
     "role_flips": ("off", "dry_run", "on"),
 }
-OVERLOAD_STRETCH = 20.0  # queue_stretch under overload: nearly all prompts reach the bound
+OVERLOAD_STRETCH = 20.0  # queue_stretch under overload; most prompts then reach queue_wait_s_max
 
 
 @dataclass(frozen=True, slots=True)
 class ConductorConfig:
     """Defaults suit the demo (a tiny model on two CPU cores). Times are in seconds."""
 
-    # Service levels. A request whose prediction exceeds one of them is rejected at once.
+    # Service levels. By default, a request predicted to exceed one of them is rejected at once.
     ttft_slo_s: float = 30.0  # time to first token
     tbt_slo_s: float = 1.0  # time between tokens
     # True: rejections for a service level, for room or for fair shares become Route.advice.
     advisory: bool = False
-    # The decode load that is checked. reserved: all requests that decode or are on their way.
-    # predictive: the load at the end of this prefill. predictive_lengths: the same load, predicted
-    # from output lengths learned online. early: the load now. baseline: no decode load is checked.
-    # none: no service level is checked. See admission.py.
+    # The decode load that admission checks (admission.py). reserved: all requests that decode or
+    # are in prefill. predictive: the load at the end of this prefill. predictive_lengths: as
+    # predictive, but from output lengths learned online. early: the current load. baseline: decode
+    # load is not checked. none: no service level is checked.
     admission: str = "reserved"
     low_priority_load_max: float = 0.8  # share of an SLO up to which priority < 0 is admitted
-    # The requests to reject under overload. fair_share: the costliest first, with a floor for each
-    # class of prompt length and a share for each tenant (fair_share.py). limit: only requests that
-    # exceed a limit, as in the paper.
+    # The requests to reject under overload. fair_share: the costliest requests first, with a floor
+    # for each class of prompt length and a share for each tenant (fair_share.py). limit: only
+    # requests that exceed a limit, as in the paper.
     shedding: str = "fair_share"
-    # Length of the prefill queues that is kept under overload, as a share of ttft_slo_s. The
-    # remaining time is for bursts, for overtaking and for errors of prediction.
+    # Target length of the prefill queues under overload, as a share of ttft_slo_s. The remaining
+    # time is for bursts, for overtaking and for errors of prediction.
     backlog_share: float = 0.4
-    length_share_min: float = 0.5  # floor: admitted share of a length class / that of all classes
-    priority_weight: float = 8.0  # one level of priority outweighs this factor of work
+    length_share_min: float = 0.5  # least admitted share of a length class / that of all classes
+    priority_weight: float = 8.0  # one more level of priority divides the cost by this factor
     tenant_shares: str = ""  # weights such as "a:2,b:1"; other tenants have weight 1
     demand_half_life_s: float = 60.0  # decay of offered and admitted work
-    # The TTFT limit is divided by this quantile of actual / predicted; 0: no margin (measured.py).
+    # The TTFT limit is divided by this quantile of actual / predicted (measured.py). 0: no margin.
     ttft_margin_quantile: float = 0.9
     decode_room_sigma: float = 1.0  # standard deviations added to batches by predictive_lengths
-    # Share of the expected arrivals (requests that come later and decode earlier) for which room is
-    # kept. At 0 a slow prefill takes room from them. At 1 overload admits few long prompts.
+    # Room is kept for this share of the expected arrivals (later requests that decode earlier). At
+    # 0, a slow prefill takes their room. At 1, few long prompts are admitted under overload.
     expected_arrivals_share: float = 0.7
     overload_mark_s: float = 2.0  # time for which a decode worker counts as full after a refusal
     retry_after_s_min: float = 0.5  # an earlier retry only adds load
-    retry_after_s_max: float = 60.0  # later predictions are guesses
+    retry_after_s_max: float = 60.0  # a prediction beyond it is a guess
 
-    # Routing. kvcache_centric is Algorithm 1 of the paper. cache_aware, load_balance and random are
-    # its comparisons. adaptive also counts the cost to other requests. See policies.py.
+    # Routing. kvcache_centric is Algorithm 1 of the paper, which compares it with cache_aware,
+    # load_balance and random. adaptive also counts the cost to other requests. See policies.py.
     policy: str = "kvcache_centric"
-    # kvcache_centric fetches if another node has more than this times the cached leading blocks of
-    # the worker's node. adaptive compares the times instead (fetching.py).
+    # kvcache_centric fetches if another node's cached leading blocks are more than this factor
+    # times those of the worker's node. adaptive compares the times instead (fetching.py).
     kvcache_balancing_threshold: float = 1.5
-    fetch_must_pay: bool = True  # kvcache_centric: and if the fetch is predicted to be faster
+    fetch_must_pay: bool = True  # kvcache_centric also requires that the fetch saves time
     tie_ratio: float = 0.02  # relative difference up to which predictions are equal
     tie_s: float = 0.001  # absolute difference up to which predictions are equal
-    # Time in which a new worker's share of requests grows; 0: full share at once.
+    # Time in which the share of requests of a new worker grows to a full one; 0: no slow start.
     slow_start_s: float = 30.0
     finalists_max: int = 4  # nodes of prefill workers for which a decode partner is searched
-    # Upper bound of the decode steps in a pair's cost, and median of output lengths before any.
+    # Upper bound of the decode steps in a pair's cost, and initial median of output lengths.
     output_tokens_expected: int = 128
-    decode_s_expected: float = 10.0  # initial mean decode time of a request; then measured
+    decode_s_expected: float = 10.0  # mean decode time of a request, until requests are measured
     learn_speed: bool = True  # scale a worker's estimates by its measured speed ratio
 
     # Order of a prefill worker's queue (queue_order.py). Workers and conductor must agree.
@@ -86,25 +86,25 @@ class ConductorConfig:
     # No request overtakes another one that arrived more than these seconds before it. Under
     # overload, the bound is at most backlog_share * ttft_slo_s.
     queue_wait_s_max: float = 30.0
-    # A shorter prompt interrupts a running one between two chunks, as in this project's engine.
-    # False for engines that finish a prompt once begun.
+    # True if a shorter prompt interrupts a running one between two chunks, as in this project's
+    # engine. False for engines that finish each prompt that they have begun.
     queue_preempts: bool = True
 
     # Transfers between nodes that no worker has measured.
     transfer_bytes_per_s: float = 1e9  # about 10 Gb/s
     transfer_latency_s: float = 0.001  # of one transfer between nodes
     local_bytes_per_s: float = 4e9  # within a node: a copy from mapped memory
-    ssd_bytes_per_s: float = 1e9  # restoring from an SSD, measured on a virtual disk; NVMe 3e9
+    ssd_bytes_per_s: float = 1e9  # restoring from SSD; measured on a virtual disk. NVMe: about 3e9
 
     # Liveness. Workers report every 0.5 s.
-    report_s_max: float = 3.0  # silence after which a worker gets no requests: six reports missed
-    report_lag_s: float = 0.2  # a request routed so shortly before a report may be missing in it
-    # Silence after which another frontend is dropped; its requests are then known from reports
-    # only. Each frontend sends notes every second.
+    report_s_max: float = 3.0  # a worker without a report for longer gets no requests
+    report_lag_s: float = 0.2  # a report may lack requests that were routed so shortly before it
+    # Another frontend is dropped after this silence. Its requests are then known only from worker
+    # reports. Each frontend sends notes every second.
     frontend_silent_s_max: float = 3.0
-    failed_mark_s: float = 10.0  # no requests to a worker after a failed call, unless it reports
-    # Age at which an unfinished request is dropped, if its frontend does not hold it any more.
-    # Without a client's timeout, a request is also retried for at most this time without a token.
+    failed_mark_s: float = 10.0  # after a failed call, time without requests or until a report
+    # Age at which an unfinished request is dropped, unless its frontend still holds it. Without a
+    # timeout of the client, a request without new tokens is also retried for at most this time.
     request_s_max: float = 600.0
 
     # Whether workers change roles after a lasting change of the load. dry_run: proposals are only
@@ -112,11 +112,11 @@ class ConductorConfig:
     role_flips: str = "off"
 
     # Memory and hot spots.
-    index_blocks_max: int = 4_000_000  # about 100 B each; beyond, the oldest blocks are dropped
+    index_blocks_max: int = 4_000_000  # about 100 B each; above it, the oldest blocks are dropped
     replicate: bool = True
     hot_hits_per_s: float = 1.0  # hits per copy from which one more copy is suggested
     hot_half_life_s: float = 60.0  # decay of hits
-    hot_keys_max: int = 65_536  # counted block keys; beyond, the coldest are dropped
+    hot_keys_max: int = 65_536  # counted block keys; above it, the coldest are dropped
     hot_copies_max: int = 4  # copies of a hot block, including the first
     hot_blocks_per_tick_max: int = 64  # blocks suggested per tick
     hot_blocks_in_flight_max: int = 256  # blocks suggested and not arrived yet
@@ -133,8 +133,8 @@ class ConductorConfig:
     @property
     def overload_order(self) -> QueueOrder:
         """The order while requests are shed: nearly first come, first served. Only the shortest
-        prompts overtake, since they delay others little. The target length of the queue bounds how
-        much later a request may arrive and still overtake."""
+        prompts overtake, since they delay others little. No request overtakes another one that
+        arrived earlier by more than the target length of the queue."""
         if self.queue_order == "fifo":
             return FIFO
         wait_s_max = min(self.queue_wait_s_max, self.backlog_share * self.ttft_slo_s)

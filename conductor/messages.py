@@ -29,14 +29,14 @@ class Request:
     prompt_tokens: int  # > 0
     block_keys: Sequence[bytes]  # full blocks only; block key i names blocks 0..i of this prompt
     output_tokens_max: int  # max_tokens of the client, >= 0
-    # Below 0: service levels are multiplied by low_priority_load_max. Above 0: the TTFT limit has
+    # Below 0, service levels are multiplied by low_priority_load_max. Above 0, the TTFT limit has
     # no margin for prediction errors. Fair shares prefer a higher priority (fair_share.py).
     priority: int = 0
     # (worker_id, incarnation) of workers on which an attempt failed; a retry excludes them.
     excluded_workers: frozenset[tuple[str, str]] = frozenset()
     tenant: str = ""  # has a share of the capacity under overload (fair_share.py)
-    is_resumed: bool = False  # admitted before, then lost its workers; never rejected for load
-    # Limits of the tenant. None: no limits, or a further attempt of a request already counted.
+    is_resumed: bool = False  # True if it was admitted and lost its workers; never shed for load
+    # None if the tenant has no limits, or if an earlier attempt of the request was counted.
     limits: TenantLimits | None = None
 
 
@@ -45,26 +45,26 @@ class WorkerRef:
     """Name and addresses of a worker."""
 
     worker_id: str  # its name
-    incarnation: str  # random name of one start of its process
+    incarnation: str  # random id of one start of the worker's process
     node_id: str  # storage node whose memory it maps
     inbox: str  # ZeroMQ address for messages
     grpc_address: str = ""  # HOST:PORT of its Triton; "" without one
 
 
 class Prediction(NamedTuple):
-    """The predicted terms of one pair of workers. ttft_s is the sum of the four terms above it."""
+    """The predicted times on one pair of workers. ttft_s is the sum of the four before it."""
 
     queue_s: float  # prefill work that runs before this request
-    # Fetching blocks from another node, and restoring blocks from the SSD of the worker's node.
-    # Policy adaptive: only the part that overlaps neither with the queue nor with the computation.
+    # Time to fetch blocks from another node and to restore blocks from SSD. With policy adaptive,
+    # only the part that overlaps neither with the queue nor with the computation.
     transfer_s: float
     prefill_s: float  # computing the tokens that are not cached
     handover_s: float  # transfer of the prompt's KV cache to the decode worker
     ttft_s: float
-    tbt_s: float  # one decode step with this request, at the load that the admission policy assumes
-    decode_sequences: float  # requests in the batch of that step, this one included
+    tbt_s: float  # one decode step with this request, in the batch that admission predicts
+    decode_sequences: float  # sequences in that batch, this request included
     delay_s: float = 0.0  # sum of the delays of the queued requests that this request overtakes
-    fill_s: float = 0.0  # part of prefill_s after the slowest stage of a pipeline group has ended
+    fill_s: float = 0.0  # part of prefill_s beyond the work of a pipeline group's slowest stage
     eviction_cost_s: float = 0.0  # cost to later requests of the blocks that the fetch evicts
 
 
@@ -73,17 +73,17 @@ class Reject:
     """The request is rejected. Programs read `kind`, people read `reason`.
 
     no_prefill_worker, no_decode_worker     no worker of the role can take the request now
-    too_large                               too long for every worker, or for tokens_per_minute
+    too_large                               longer than any worker or tokens_per_minute allows
     prefill_full, decode_full               all prefill queues, or all decode batches, are full
     ttft_slo, tbt_slo                       a prediction exceeds its limit
     fair_share                              rejected under overload to keep the load fair
-    request_rate, token_rate, tenant_full   limits of the tenant
+    request_rate, token_rate, tenant_full   a limit of the tenant is exceeded
     """
 
     request_id: str
     kind: str
     reason: str
-    predicted: Prediction | None  # of the best pair; None: rejected before pairs were compared
+    predicted: Prediction | None  # of the best pair; None if no pairs were compared
     retry_after_s: float  # too_large: 0.0, because a retry cannot help
 
 
@@ -99,12 +99,12 @@ class Route:
     fetch_blocks: int  # number of blocks after local_blocks that fetch_node sends
     fetch_node: str | None  # None: nothing is fetched
     predicted: Prediction
-    advice: Reject | None = None  # advisory mode: the rejection that was not applied
+    advice: Reject | None = None  # in advisory mode, the rejection that was not applied
     # Order key in the prefill queue (queue_order.py), on the clock of `on_request`'s `now_s`. The
-    # frontend sends a worker the seconds from now to the order key, because clocks differ.
+    # frontend sends the worker the order key minus the current time, because clocks differ.
     order_key_s: float = 0.0
     restore_blocks: int = 0  # the last blocks of local_blocks, which are on the node's SSD
-    second_fetch_node: str | None = None  # fetched from if fetch_node fails
+    second_fetch_node: str | None = None  # the node to fetch from if fetch_node fails
 
     @property
     def fetch_nodes(self) -> tuple[str, ...]:
@@ -148,10 +148,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The chosen pair, then others by TTFT, and the number left out. Empty without any pair."""
+    """The pairs that were compared. There are none if a role has no usable worker."""
 
-    candidates: tuple[Candidate, ...]
-    left_out: int
+    candidates: tuple[Candidate, ...]  # the chosen pair, and then other pairs by TTFT
+    left_out: int  # number of pairs not in `candidates`
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,10 @@ class WorkerStatus:
     role: str
     takes_requests: bool
     why_not: str  # "" when it takes requests
-    queue_s: float  # prefill: seconds of predicted work at the calibrated speed; decode: 0
-    requests: float  # prefill: waiting or running; decode: in the batch
-    speed_ratio: float  # measured / estimated seconds; 1.0 is as calibrated
-    pipeline_stages: int = 1  # of its pipeline group, if this prefill worker is stage 0
+    queue_s: float  # predicted prefill work in seconds at the calibrated speed; 0 for decode
+    requests: float  # waiting or running at a prefill worker; in the batch of a decode worker
+    speed_ratio: float  # measured / estimated seconds; 1.0: as fast as calibrated
+    pipeline_stages: int = 1  # stages of its pipeline group if it is stage 0, else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,22 +191,22 @@ class HotPrefix:
 class ConductorStats:
     """Totals since the conductor was created. Counters never decrease."""
 
-    requests: int  # routed or rejected, also on arrival
+    requests: int  # routed or rejected, including rejections before parsing (on_arrival)
     routed: int
     rejected: Mapping[str, int]  # by kind
-    advised: Mapping[str, int]  # by kind: rejections not applied in advisory mode
+    advised: Mapping[str, int]  # rejections not applied in advisory mode, by kind
     fetches: int
     fetched_blocks: int
     prompt_tokens: int  # of routed requests
     cached_tokens: int  # of prompt_tokens, predicted to be cached
     replicated_blocks: int  # suggested
-    in_flight: int  # a gauge: requests routed and not finished
-    prefill_error: float  # recent mean of |actual - predicted| / actual prefill time; 0.0: none
-    ttft_error: float  # the same for the time from routing to the end of prefill
-    frontends_known: int = 0  # a gauge: other frontends that sent notes recently
-    routed_elsewhere: int = 0  # a gauge: known in-flight requests of other frontends
+    in_flight: int  # gauge of this frontend's requests that are routed and not finished
+    prefill_error: float  # recent mean |actual - predicted| / actual prefill time; 0.0 before any
+    ttft_error: float  # the same mean for the time from routing to the end of prefill
+    frontends_known: int = 0  # gauge of the other frontends that sent notes recently
+    routed_elsewhere: int = 0  # gauge of the known in-flight requests of other frontends
     note_batches_received: int = 0
     note_batches_missed: int = 0
-    # From the role controller (roles/); empty while it is off.
+    # Both are empty while role_flips is "off".
     workers_wanted: Mapping[str, float] = field(default_factory=dict)  # gauges by role
     flips_proposed: Mapping[str, int] = field(default_factory=dict)  # counters by the new role

@@ -4,11 +4,11 @@ Each frontend decides about its own requests with its own Conductor. Worker repo
 work that other frontends have sent to the same workers, but up to 0.5 s late. Each frontend
 therefore notes three events of a request, and sends its notes in numbered batches:
 
-    routed      its workers and predictions: the other frontends reserve the same work
-    prefilled   its prefill ended: the work moves from the prefill queue to the decode batch
-    ended       done, failed or cancelled: its reservations are dropped
+    routed      has the workers and predictions, so that the other frontends reserve the same work
+    prefilled   moves the work from the prefill queue to the decode batch
+    ended       drops the reservations of a completed, failed or cancelled request
 
-For tenants with limits, notes also carry used and returned tokens (admission/tenant_quotas.py).
+For tenants with limits, notes also have used and returned tokens (admission/tenant_quotas.py).
 
 Times are on the clock of the sending frontend. A batch has its time of sending on that clock, so a
 receiver can compute the age of each event. An empty batch is a heartbeat.
@@ -16,7 +16,7 @@ receiver can compute the age of each event. An empty batch is a heartbeat.
 Notes may be lost. Batches are numbered without gaps, so a receiver detects a missing batch. It then
 drops the requests noted before the gap, and relies on worker reports (load/other_frontends.py).
 
-Not here: bytes (backends/frontend/routing_notes.py), what is done with the notes.
+Not here: encoding (backends/frontend/routing_notes.py).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import nlargest
 
-TENANTS_NOTED = 16  # largest tenants whose demand a batch names
-NOTES_WAITING_MAX = 4_096  # adding one more drops all waiting notes, the new one too
+TENANTS_NOTED = 16  # number of tenants, those of the largest demand, that a batch names
+NOTES_WAITING_MAX = 4_096  # one more note drops all waiting notes, including the new note
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedNote:
-    number: int  # of the request: unique per frontend, increasing, and the same in its later notes
-    at_s: float  # time of the event on the clock of the sending frontend, as in the other notes
+    number: int  # identifies the request in all of its notes; unique per frontend and increasing
+    at_s: float  # time of the event, in all notes on the clock of the sending frontend
     prefill: tuple[str, str]  # (worker_id, incarnation)
     decode: tuple[str, str]
     new_tokens: int  # prompt tokens to compute, > 0
     cached_tokens: int  # the other prompt tokens
     output_tokens_max: int
-    order_key_s: float  # queue_order.py; on the clock of the sending frontend
-    queue_s: float  # this and the next three: as in messages.Prediction
+    order_key_s: float  # order key (queue_order.py), on the clock of the sending frontend
+    queue_s: float  # this field and the next three are those of messages.Prediction
     transfer_s: float
     prefill_s: float
     tbt_s: float
@@ -53,29 +53,30 @@ class PrefilledNote:
     number: int
     at_s: float
     cached_tokens: int
-    seconds: float = 0.0  # prefill time; 0: unknown
+    seconds: float = 0.0  # prefill time; 0 if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class EndedNote:
     number: int
     at_s: float
-    output_tokens: int = -1  # -1: unknown
+    output_tokens: int = -1  # -1 if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class UsageNote:
     """Usage of a tenant's limits by a request, an invalid request or /tokenize."""
 
-    at_s: float  # time of admission, also in the note that returns tokens at the request's end
+    at_s: float  # time of admission, also in a note that returns tokens at the request's end
     tenant: str
-    requests: int  # 1; 0 in the note that returns tokens
-    tokens: int  # below 0: returned
+    requests: int  # 1, or 0 in a note that returns tokens
+    tokens: int  # charged tokens; negative if they are returned
 
 
 @dataclass(frozen=True, slots=True)
 class NoteBatch:
-    """Notes in order: an earlier event of a request is in an earlier tuple or batch."""
+    """Notes of one frontend. The events of a request are in order: an earlier event is in an
+    earlier field (routed, prefilled, ended) or in an earlier batch."""
 
     frontend: str  # name of the frontend's incarnation
     number: int  # 1, 2, 3, ...
@@ -83,9 +84,9 @@ class NoteBatch:
     routed: tuple[RoutedNote, ...] = ()
     prefilled: tuple[PrefilledNote, ...] = ()
     ended: tuple[EndedNote, ...] = ()
-    is_last: bool = False  # the frontend shuts down after this batch
+    is_last: bool = False  # True if the frontend shuts down after this batch
     wanted_per_s: float = 0.0  # recent demand at the frontend, in prefill seconds per second
-    wanted_of: Mapping[str, float] = field(default_factory=dict)  # demand of its largest tenants
+    wanted_of: Mapping[str, float] = field(default_factory=dict)  # the part of its largest tenants
     usage: tuple[UsageNote, ...] = ()
 
 
@@ -93,12 +94,12 @@ Note = RoutedNote | PrefilledNote | EndedNote | UsageNote
 
 
 class OutgoingNotes:
-    """Notes for other frontends, until the caller of the Conductor takes them."""
+    """Notes for other frontends that the caller of the Conductor has not taken yet."""
 
     def __init__(self, frontend: str) -> None:
         self.frontend = frontend
         self._notes: list[Note] = []
-        self._number = 0  # of the latest batch
+        self._number = 0  # number of the latest batch
 
     def __len__(self) -> int:
         return len(self._notes)
@@ -112,7 +113,7 @@ class OutgoingNotes:
     def take(
         self, now_s: float, count_max: int, wanted_of: Mapping[str, float], is_last: bool = False
     ) -> NoteBatch:
-        """The next batch: the `count_max` oldest notes, or fewer. It may be empty."""
+        """The next batch, with at most `count_max` notes, the oldest ones. It may be empty."""
         notes, self._notes = self._notes[:count_max], self._notes[count_max:]
         self._number += 1
         return NoteBatch(

@@ -9,22 +9,22 @@ Plain shortest-first order starves long prompts. Ageing bounds the wait of a lon
 `work_s` is the predicted prefill time of the tokens that are not cached. A request that arrives
 more than `wait_s_max` after another one never overtakes it. `stretch = 0` is first come, first
 served. An order key never changes, so a worker can keep its queue in a heap. The conductor computes
-the order key, and the worker uses the same key (PrefillRequest.place_s). The conductor thus
-predicts without messages which of its requests run before a new one.
+the order key and sends it to the worker (PrefillRequest.place_s). It can thus predict which of its
+requests run before a new one.
 
-**Sharing.** All prompts of a step wait until the step ends. If `sharing` prompts end in the step
-already, one more prompt of `tokens` tokens delays each of them by `per_token_s * tokens`. The
-`behind` prompts that are not in the step, the added one included, each save the overhead `base_s`
-of one step. The prompt is added if its delays are at most these savings:
+**Sharing.** The prompts of a step wait until the step ends. If `sharing` prompts end in a step, one
+more prompt of `tokens` tokens delays each of them by `per_token_s * tokens`. Without the additional
+prompt, it and the later prompts (`behind` in number) would each wait `base_s` longer, for the
+overhead of one more step. The prompt is added if its delays are at most these savings:
 
     sharing * tokens <= behind * overhead_tokens,    overhead_tokens = base_s / per_token_s
 
-Short prompts in front of a deep queue share steps. A long prompt is not added to a short prompt's
-step (docs/reference/conductor.md, "Sharing a prefill step").
+Short prompts at the front of a long queue share steps. A long prompt is not added to a short
+prompt's step (docs/reference/conductor.md, "Sharing a prefill step").
 
 **Making way.** While the cached prefix of the first prompt is being loaded, the engine computes
-later prompts. A running step is never interrupted and would delay the first prompt. Such a step
-has at most MAKING_WAY * overhead_tokens tokens, rounded up to whole blocks.
+later prompts. A step cannot be interrupted, so a long one would delay the first prompt. These steps
+have at most MAKING_WAY * overhead_tokens tokens, rounded up to whole blocks.
 
 Not here: the queues, predicted (prefill_queue.py) and real (backends/engine/batching/batching.py).
 """
@@ -37,7 +37,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class QueueOrder:
-    """Shortest job first with ageing; a stretch of 0 is first come, first served."""
+    """Shortest job first with ageing, or first come, first served with a stretch of 0."""
 
     stretch: float  # seconds added to the order key per second of predicted work, >= 0
     wait_s_max: float  # upper bound of the added seconds, >= 0
@@ -50,15 +50,15 @@ class QueueOrder:
 FIFO = QueueOrder(stretch=0.0, wait_s_max=0.0)
 
 
-ALWAYS = float("inf")  # a value of overhead_tokens: every step is filled to its token limit
+ALWAYS = float("inf")  # overhead_tokens with which every step is filled to its token limit
 MAKING_WAY = 4  # overhead is at most a fifth of a short step, unless chunk_tokens cuts the step
 
 
 def shares_step(sharing: int, behind: int, tokens: int, overhead_tokens: float) -> bool:
-    """Whether the next prompt joins this step; the first prompt of a step always does.
+    """Whether the next prompt joins a step that already has a prompt.
 
-    `sharing`: prompts that end in the step so far. `behind`: prompts not in the step, the next one
-    included. `tokens`: tokens that the next prompt would add to the step.
+    `sharing`: number of prompts that end in the step so far. `behind`: number of prompts not in the
+    step, including the next one. `tokens`: tokens that the next prompt would add to the step.
     """
     assert sharing >= 0 and behind >= 1 and tokens > 0, (sharing, behind, tokens)
     return sharing * tokens <= behind * overhead_tokens

@@ -2,29 +2,29 @@
 
 A request that will miss its service level wastes its prefill, so an early rejection is cheaper
 (Mooncake, "Overload"). A load policy predicts the load of a decode worker at the time when the
-request would join. It is a pure function of the decode batch:
+request would join its batch. Each policy is a pure function of the decode batch:
 
-    reserved    all requests that decode or are still in prefill, as if none ended until then
+    reserved    all requests that decode or are in prefill now, as if none of them ended
     predictive  the paper's system-level form: the load at the end of this prefill, with the
                 requests that will have joined and without those that will have left
-    predictive_lengths  this project's form: the same moment, but each request has left with the
+    predictive_lengths  the load at the end of this prefill, in which a request has left with the
                 probability that answers of its class end by then (lengths.py, decode_forecast.py)
-    early       the load now; it reacts one prefill too late, so the load of the pools oscillates
-    baseline    no check of decode load; overload appears only after the prefill is computed
+    early       the current load; this policy reacts one prefill too late, so load oscillates
+    baseline    decode load is not checked; overload appears only after the prefill is computed
     none        no service level is checked; only full queues and batches cause rejections
 
-Both predictive policies also count expected arrivals: requests that arrive later and join earlier
-(decode_forecast.py). `predictive_lengths` wastes the least work (README.md names the measurements).
-`predictive` uses room that will become free. Its cost is that a long prefill takes that room before
-short ones, and that two uses of the same room are detected late. A new policy is a new entry in
-LOAD_POLICIES.
+Both predictive policies also count expected arrivals: requests that arrive after this one and
+start to decode before it (decode_forecast.py). `predictive_lengths` wastes the least work
+(README.md names the measurements). `predictive` counts on room that will become free. A long
+prefill can take that room from short ones, and room that is promised twice is detected late.
 
-`Gate` also learns the errors of predictions and the recent demand. Its rules:
+`Gate` also learns the errors of predictions and the recent demand. It applies these rules:
 
-    limits              predicted TTFT x measured error <= limit, TBT <= limit, room
-    idle cluster        Without a prefill queue no TTFT limit applies, and with an empty decode
-                        batch no TBT limit. Such a request delays no other request, and a later
-                        retry would be no faster.
+    limits              Predicted TTFT x measured error <= limit, TBT <= limit, and both workers
+                        have room.
+    idle cluster        No TTFT limit applies without a prefill queue, and no TBT limit with an
+                        empty decode batch. The request would delay no other request there, and a
+                        later retry would be no faster.
     fair share          Under overload, some requests that keep their limits are rejected too
                         (fair_share.py).
     resumed request     A request that lost its workers was admitted before. No rule rejects it.
@@ -32,9 +32,9 @@ LOAD_POLICIES.
 `Gate.rejection` changes no state, so `explain` shows what `on_request` would decide. `Gate.note`
 counts the decision.
 
-`retry_after_s` is the time until the same prediction would fit. A queue drains by one second of
-work per second, and a batch shrinks as requests are expected to leave. The value is bounded on both
-sides, because a distant prediction is a guess and an immediate retry adds load.
+`retry_after_s` is the predicted time until the same request would be admitted. A queue drains by
+one second of work per second, and a batch shrinks as requests are expected to leave. The value has
+bounds, because a distant prediction is a guess and an immediate retry adds load.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from conductor.routing.routing import DecodeOption, Options, Pair
 from mooncake_store.layout import blocks_touched
 
 SHOWN_MAX = 3  # workers named in a reason
-RETRY_NO_WORKER_S = 3.0  # seconds; the reload of a model takes two
+RETRY_NO_WORKER_S = 3.0  # seconds; the reload of a model takes two seconds
 
 
-# (batch, end of the prefill, now, mean decode time of a request) -> load without the request
+# (batch, end of the prefill, now, mean decode time of a request) -> load without the new request
 LoadPolicy = Callable[[DecodeBatch, float, float, float], DecodeLoad]
 
 
@@ -75,16 +75,16 @@ LOAD_POLICIES: Mapping[str, LoadPolicy] = {
     "predictive_lengths": DecodeBatch.load_at,  # decode_loads() predicts all workers in one call
     "predictive": DecodeBatch.load_at,
     "early": lambda batch, *_: batch.load_now(),
-    "baseline": load_reserved,  # in predictions only; rejection() does not check it
-    "none": load_reserved,  # checked for room only
+    "baseline": load_reserved,  # for the prediction; rejection() does not compare it with limits
+    "none": load_reserved,  # rejection() checks only whether the worker has room
 }
 
 
 def decode_loads(
     cluster: Cluster, workers: Sequence[WorkerState], at_s: float, now_s: float
 ) -> list[DecodeLoad]:
-    """The load of each decode worker, without the request, as the admission policy predicts it for
-    a prefill that ends at `at_s`."""
+    """The load that the admission policy predicts for each decode worker when a prefill ends at
+    `at_s`. The request of this prefill is not included."""
     if not workers:
         return []
     if cluster.forecasts is not None and len(workers) == 1 and workers[0].batch.forecast:
@@ -101,13 +101,13 @@ def decode_loads(
         return loads
     workers_there = len(cluster.decodes.workers)
     arrivals = cluster.expected_arrivals.expected(at_s, now_s, workers_there)
-    # A request that joins an empty batch delays no other request, so no room is kept beside it.
+    # An empty worker keeps no room for expected arrivals, because a request delays no other there.
     return [load.plus(*arrivals) if load.sequences > 0 else load for load in loads]
 
 
 def reject_untaken(cluster: Cluster, role: str, request: Request, now_s: float) -> Reject:
-    """The rejection if no worker of this role can take the request: each is too small, excluded or
-    not available. A resumed request that fitted a worker before is not rejected as too large."""
+    """The rejection if each worker of this role is too small, excluded or not available. A resumed
+    request is not rejected as too large if it fitted a worker before."""
     excluded = request.excluded_workers
     all_of_role = [w for w in cluster.workers.values() if w.info.role == role and not w.is_follower]
     allowed = [w for w in all_of_role if w.key not in excluded]
@@ -206,15 +206,15 @@ def _ttft_slo(case: RejectionCase) -> tuple[str, float]:
     asked_s = config.ttft_slo_s * (
         config.low_priority_load_max if case.request.priority < 0 else 1.0
     )
-    low_by = f"{asked_s / limit_s - 1:.0%} by which predictions of such prompts were too low"
-    of_errors = f" ({asked_s:g} s less the {low_by})"
+    low_by = f"{asked_s / limit_s:.2f}, because predictions of such prompts were too low"
+    of_errors = f" ({asked_s:g} s divided by {low_by})"
     reason = (
         f"predicted TTFT {predicted.ttft_s:.2f} s exceeds the {limit_s:.3g} s limit"
         f"{case.of_priority}{of_errors if limit_s < asked_s else ''} "
         f"on the best of {len(case.options.prefills)} prefill workers"
     )
     if wait_s > predicted.queue_s:
-        reason += f", {predicted.ttft_s - predicted.queue_s:.2f} s of it without any queue"
+        reason += f"; without a queue it would be {predicted.ttft_s - predicted.queue_s:.2f} s"
         wait_s = max(option.terms.queue_s for option in case.options.prefills)
     return reason, wait_s
 
@@ -242,7 +242,7 @@ def _decode_full(case: RejectionCase) -> tuple[str, float]:
     reason = f"no room on any of {len(decodes)} decode workers ({taken})"
     marked = len(case.cluster.overloaded(case.now_s))
     if marked:
-        reason += f"; {marked} refused a request on its arrival and not reported since"
+        reason += f"; {marked} refused an arriving request a moment ago"
     return reason, _decode_wait_s(case, case.cluster.config.tbt_slo_s)
 
 
@@ -251,9 +251,9 @@ def _fair_share(case: RejectionCase) -> tuple[str, float]:
     assert shed is not None, "a fair_share rejection needs its Shed record"
     above = f"above the {shed.limit_s:.3f} s that are admitted"
     if shed.work_s <= shed.limit_s:  # in the histogram bucket that is admitted in part
-        above = "at the cut, where only part of the requests is admitted"
+        above = "near the limit, where only a part of the requests is admitted"
     reason = (
-        f"overload: {shed.backlog_s:.2f} s of prefill queued per worker, held at "
+        f"overload: {shed.backlog_s:.2f} s of prefill queued per worker, the target is "
         f"{shed.target_s:g} s; a prompt of {class_name(shed.length)} that costs "
         f"{shed.work_s:.3f} s is {above}"
     )
@@ -262,7 +262,7 @@ def _fair_share(case: RejectionCase) -> tuple[str, float]:
             f"; tenant {case.request.tenant!r} asks for {shed.wanted:.2f} and has a share of "
             f"{shed.granted:.2f} prefill seconds per second"
         )
-    # The queue drains by one second per second. Demand of twice the share doubles the wait.
+    # The queue drains by one second per second. A tenant with twice its share waits twice as long.
     return reason, shed.excess_s * max(1.0, shed.wanted / max(shed.granted, 1e-9))
 
 
@@ -277,7 +277,7 @@ DECODE_KINDS = ("tbt_slo", "decode_full")
 
 
 def _decode_wait_s(case: RejectionCase, tbt_limit_s: float) -> float:
-    """Seconds until enough requests have left one of the batches for one more to fit."""
+    """Seconds until so many requests have left one of the batches that this request fits."""
     return min(_batch_wait_s(case, decode, tbt_limit_s) for decode in case.options.decodes)
 
 
@@ -311,7 +311,7 @@ def _bounded(wait_s: float, config: ConductorConfig) -> float:
 def pressure_on(
     options: Options, decode: DecodeOption, config: ConductorConfig, elsewhere: Mapping[str, float]
 ) -> Pressure:
-    """The load of the prefill queues that may take the request, and of this decode worker.
+    """The load of the prefill workers that may take the request, and of this decode worker.
     `elsewhere`: demand at other frontends by tenant, in prefill seconds per second."""
     info, load = decode.worker.info, decode.load
     decode_load = max(
@@ -336,14 +336,14 @@ class Gate:
         self._share = FairShare(config) if sheds else None
 
     def order(self, request: Request) -> QueueOrder:
-        """The order of the prefill queue. While the tenant's requests are shed, admission already
-        prefers low costs. A queue order by cost in addition would starve long prompts."""
+        """The order of the prefill queue. While requests of the tenant are shed, admission already
+        prefers cheap requests. If the queue did so too, long prompts would starve."""
         sheds = self._share is not None and self._share.is_shedding(request.tenant)
         return self._overload_order if sheds else self._order
 
     def ttft_limit_s(self, request: Request) -> float:
-        """The limit of predicted TTFT. A high priority drops the margin for prediction errors. A
-        low priority reduces the limit."""
+        """The limit of predicted TTFT. A priority above 0 drops the margin for prediction errors. A
+        priority below 0 reduces the limit."""
         if request.priority > 0:
             return self._config.ttft_slo_s
         share = self._config.low_priority_load_max if request.priority < 0 else 1.0
@@ -352,8 +352,8 @@ class Gate:
     def rejection(
         self, pair: Pair, request: Request, pressure: Pressure, ttft_limit_s: float
     ) -> str:
-        """The kind of rejection for this pair; "" if it is admitted. A resumed request is admitted,
-        because a rejection would lose the work already done for it."""
+        """The kind of rejection on this pair; "" if the request is admitted. A resumed request is
+        always admitted, because a rejection would lose the work already done for it."""
         if request.is_resumed:
             return ""
         kind = rejection(pair, request, self._config, ttft_limit_s)
@@ -382,8 +382,8 @@ class Gate:
         self._share.note(request, pair.predicted.prefill_s, pressure, now_s, not kind)
 
     def wanted_of(self, now_s: float) -> dict[str, float]:
-        """Recent demand at this frontend by tenant, in prefill seconds per second; {} without fair
-        shares."""
+        """Recent demand at this frontend by tenant, in prefill seconds per second. Empty without
+        fair shares."""
         return self._share.wanted_of(now_s) if self._share is not None else {}
 
     def decode_was_short(self) -> None:

@@ -1,32 +1,32 @@
 """Weighted max-min fair shares between tenants, and cost cuts inside a tenant, under overload.
 
-A limit on predicted TTFT alone ignores the cost of a request. Under overload the queue stands at
-the limit, where a short prompt still fits and a long prompt never does. Fair shares therefore hold
-the queue well below the limit. `backlog` is the mean of the prefill seconds queued per worker,
+A limit on predicted TTFT alone ignores the cost of a request. Under overload, the queue is then so
+long that a short prompt just keeps the limit and a long prompt never does. Fair shares therefore
+hold the queue well below the limit. `backlog` is the mean of the prefill seconds queued per worker,
 `target = backlog_share x ttft_slo_s`, and work is admitted at the rate
 
     capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
 
 The backlog thus approaches the target with the time constant ttft_slo_s. While decode workers are
-full, the capacity is lower. Otherwise, at or below half the target, all requests are admitted.
+full, the capacity is lower. While they have room, a backlog up to half the target admits all.
 
 The capacity is divided among tenants max-min fairly, with the weights `tenant_shares`. Frontends
-exchange the demand of each tenant, and divide its share in proportion to the demand at each. A
-tenant that is granted less than its demand loses the costliest requests of each class of prompt
-length. A request of class c is admitted if its cost is below cut[c]. The cut is the same for every
-class, but raised where a class would fall below its floor:
+exchange the demand of each tenant. A frontend takes a part of each tenant's share, in proportion to
+the tenant's demand there. A tenant that is granted less than its demand loses the costliest
+requests of each class of prompt length. A request of class c is admitted if its cost is below
+cut[c]. All classes have the same cut, except that a class below its floor gets a higher one:
 
     admitted share of c >= length_share_min x admitted share of all classes
 
-A cut is a position in a histogram of costs with four buckets per octave: whole buckets plus a part
-of the next one. Costs are often equal, so a *credit* selects the admitted requests in the next
+A cut is a position in a histogram of costs with four buckets per octave. It admits whole buckets
+and a part of the next bucket. Costs are often equal, so a *credit* selects the requests of the next
 bucket. Each request there adds the part to the credit, and is admitted if the credit reaches one.
-All sums but `recent_s` decay together (forward_decay.py), with the weight that the owner of a
-`Demand` passes in. Cuts are planned at most every PLAN_S, so a decision needs few operations.
+`FairShare` passes each `Demand` the weights of its decayed sums (forward_decay.py). It plans cuts
+at most once in PLAN_S, so a decision needs few operations.
 
 docs/reference/conductor.md ("Fair shares under overload") gives the reasons, and the roles of
-priority, of classes below their floor and of decoding. Not here: the limits themselves
-(admission.py), counting of rejections (conductor.py).
+priority, of classes below their floor and of decoding. Not here: limits of TTFT and TBT
+(admission.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Vector = npt.NDArray[np.float64]
 COST_MIN_S = 2.0**-16  # lower end of the histogram of costs
 BUCKETS_PER_OCTAVE = 4
 BUCKETS = 28 * BUCKETS_PER_OCTAVE  # upper end: 2^12 s, over an hour
-FIXED_POINT_ROUNDS = 6  # each multiplies the error of the admitted share by at most the floor
+FIXED_POINT_ROUNDS = 6  # each round multiplies the error by at most the floor
 
 
 def bucket(cost_s: float) -> int:
@@ -59,7 +59,7 @@ def bucket(cost_s: float) -> int:
 
 
 def cost_at(cut: float) -> float:
-    """The cost at a cut, which is counted in buckets. A cut of 0 admits no request."""
+    """The cost in seconds at a cut in buckets. A cut of 0 admits no request."""
     return COST_MIN_S * 2.0 ** (cut / BUCKETS_PER_OCTAVE) if cut > 0 else 0.0
 
 
@@ -70,11 +70,11 @@ class Demand:
         self.offered: Vector = np.zeros((CLASSES, BUCKETS))  # requests
         self.offered_s: Vector = np.zeros((CLASSES, BUCKETS))  # prefill seconds
         self.steady_s = 0.0  # sum of `offered_s`
-        self.recent_s = 0.0  # as `steady_s`, with the faster decay RECENT_FASTER
+        self.recent_s = 0.0  # as `steady_s`, with a half-life shorter by the factor RECENT_FASTER
         self.offered_of = [0.0] * CLASSES  # requests by class, summed over costs
         self.admitted_of = [0.0] * CLASSES
-        self.cuts = NO_CUTS  # of the latest plan, by class; 0 .. BUCKETS in buckets, or infinite
-        self._credit = [0.0] * CLASSES  # by class, for the bucket admitted in part; 0 .. 1
+        self.cuts = NO_CUTS  # cut of each class in the latest plan; 0 .. BUCKETS, or infinite
+        self._credit = [0.0] * CLASSES  # credit of each class in its partly admitted bucket; 0 .. 1
 
     def is_within(self, length: int, cost_s: float) -> bool:
         """Whether the cuts admit one more request of this cost."""
@@ -86,7 +86,7 @@ class Demand:
     def note(
         self, length: int, cost_s: float, work_s: float, weight: float, is_admitted: bool
     ) -> None:
-        """Count a decided request. `work_s`: its prefill time; `cost_s`: that at its priority."""
+        """Count a decided request. `work_s`: its prefill time; `cost_s`: weighted by priority."""
         cut, position = self.cuts[length], (length, bucket(cost_s))
         if math.isfinite(cut) and position[1] == int(cut):
             credit = self._credit[length] + cut - int(cut) - is_admitted
@@ -99,7 +99,7 @@ class Demand:
         self.offered_of[length] += weight
 
     def is_below_floor(self, length: int, floor: float, weight: float) -> bool:
-        """Whether the class is at or below its floor even if this request is admitted."""
+        """Whether the class is still at or below its floor with one more admitted request."""
         share = sum(self.admitted_of) / (sum(self.offered_of) + weight)
         offered = self.offered_of[length] + weight
         return self.admitted_of[length] + weight <= floor * share * offered
@@ -112,12 +112,12 @@ class Demand:
         self.admitted_of = [value / divisor for value in self.admitted_of]
 
     def split(self, granted_s: float, floor: float) -> None:
-        """Set the cuts that admit `granted_s` of the work `steady_s`, a decayed sum as well."""
+        """Set the cuts that admit `granted_s` of the work `steady_s`. Both are decayed sums."""
         below = _cumulated(self.offered)  # [class, cut]: requests below each cut
         below_s = _cumulated(self.offered_s)
         of_class = below[:, -1]
         share = below.sum(axis=0) / of_class.sum()
-        for _ in range(FIXED_POINT_ROUNDS):  # floors raise the mean share, which raises the floors
+        for _ in range(FIXED_POINT_ROUNDS):  # the floors depend on the mean share, and vice versa
             admitted = np.maximum(below, floor * share * of_class[:, None])
             share = admitted.sum(axis=0) / of_class.sum()
         admitted = np.minimum(admitted, of_class[:, None])
@@ -141,7 +141,6 @@ class Demand:
         ]
 
     def check(self) -> None:
-        """Assert the invariants."""
         assert np.allclose(self.offered.sum(axis=1), self.offered_of)
         assert math.isclose(self.offered_s.sum(), self.steady_s, rel_tol=1e-6, abs_tol=1e-9)
         assert self.offered.min() >= 0 and self.offered_s.min() >= 0
@@ -159,15 +158,16 @@ def _cumulated(rows: Vector) -> Vector:
 
 
 PLAN_S = 0.5  # least time between two plans
-RECENT_FASTER = 6.0  # demand is the larger of two rates; the recent one decays this much faster
-IDLE_SHARE = 0.5  # share of the target backlog up to which all is admitted, if decode has room
-CAPACITY_MIN = 0.1  # share of the workers; some work is admitted even with the longest queue
-WINDOW_MIN_S = 10.0  # minimum averaging window, so that one burst is no overload
+RECENT_FASTER = 6.0  # demand is the larger of a steady rate and one that decays this much faster
+IDLE_SHARE = 0.5  # share of the target up to which all is admitted, if decode has room
+CAPACITY_MIN = 0.1  # share of the workers' capacity that is admitted even with the longest queue
+WINDOW_MIN_S = 10.0  # minimum averaging window, so that one burst does not count as overload
 TENANTS_MAX = 256  # above it, the tenant with the least offered work is dropped
 FADED_REQUESTS = 1e-3  # a tenant with a smaller decayed sum of requests is dropped
 PRIORITY_MAX = 4  # levels beyond -4 to 4 count as -4 or 4
-DECODE_BUSY = 0.9  # load / limit; a decode worker below it is not the bottleneck
-# A plan multiplies `_decode_part` by DECODE_LESS after a decode rejection, else adds DECODE_MORE.
+DECODE_BUSY = 0.9  # load / limit from which a decode worker can be the bottleneck
+# A plan multiplies `_decode_part` by DECODE_LESS after a rejection for decode load. Otherwise it
+# adds DECODE_MORE.
 DECODE_LESS, DECODE_MORE = 0.9, 0.01
 
 
@@ -179,9 +179,9 @@ class Pressure(NamedTuple):
 
     backlog_s: float  # mean seconds of prefill queued, over the workers that may take the request
     workers: int  # number of these workers
-    decode_load: float  # highest load / limit, of TBT with this request, of slots and of pages
-    is_decoding: bool = True  # the batch of the decode worker is not empty
-    # Prefill seconds per second that tenants offered to other frontends recently, by tenant.
+    decode_load: float  # largest of TBT with this request, slots and pages, each / its limit
+    is_decoding: bool = True  # True if the batch of the decode worker is not empty
+    # Prefill seconds per second that each tenant recently offered to other frontends.
     elsewhere: Mapping[str, float] = NO_OTHERS
 
 
@@ -191,12 +191,12 @@ class Shed:
 
     length: int  # class of its prompt length
     work_s: float  # predicted prefill seconds
-    limit_s: float  # upper bound of admitted `work_s` in its class at its priority
+    limit_s: float  # upper bound of admitted `work_s` in this class, at the request's priority
     backlog_s: float  # as in Pressure
     target_s: float  # target of the backlog
     excess_s: float  # backlog above IDLE_SHARE of the target, >= 0
-    wanted: float  # prefill seconds per second that its tenant offered recently
-    granted: float  # the granted part of `wanted`
+    wanted: float  # prefill seconds per second that the tenant recently offered to this frontend
+    granted: float  # prefill seconds per second of `wanted` that are granted
 
 
 class FairShare:
@@ -212,11 +212,11 @@ class FairShare:
         self._recent = ForwardDecay(config.demand_half_life_s / RECENT_FASTER)
         self._planned_s = -math.inf
         self._noted_s = -math.inf  # when the latest request was counted
-        self._decode_part = 1.0  # factor of the capacity, CAPACITY_MIN .. 1; 1: decode has room
-        self._is_decode_short = False  # a request was rejected for decode load since the last plan
+        self._decode_part = 1.0  # factor of the capacity, CAPACITY_MIN .. 1; 1 if decode has room
+        self._is_decode_short = False  # True after a rejection for decode load since the last plan
 
     def rejection(self, request: Request, work_s: float, pressure: Pressure) -> Shed | None:
-        """The figures of this request's rejection; None: it is admitted. Changes no state."""
+        """The figures of this request's rejection; None if it is admitted. Changes no state."""
         demand = self._demands.get(request.tenant)
         if demand is None or demand.cuts is NO_CUTS or self._is_idle(pressure):
             return None
@@ -269,7 +269,7 @@ class FairShare:
         return self._decode_part == 1.0 or not is_busy
 
     def decode_is_short(self) -> None:
-        """A request was rejected for decode room or TBT."""
+        """Note that a request was rejected for decode room or TBT."""
         self._is_decode_short = True
 
     def _cost_s(self, request: Request, work_s: float) -> float:
@@ -289,7 +289,7 @@ class FairShare:
         return self._decay.weight(now_s)
 
     def _make_plans(self, pressure: Pressure, now_s: float) -> None:
-        """Set the cuts of every tenant, by the offered work and the available capacity."""
+        """Set the cuts of every tenant from the offered work and the available capacity."""
         weight = self._weight(now_s)
         per_s = 1 / (weight * max(self._decay.window_s(now_s), WINDOW_MIN_S))
         recent_window_s = max(self._recent.window_s(now_s), WINDOW_MIN_S)
@@ -311,14 +311,14 @@ class FairShare:
             self._granted[tenant] = (wanted, wanted * part)
             if part < 1.0:
                 floor = self._config.length_share_min
-                # `part` is computed from the larger rate. The steady sums have more samples, so
-                # they give the mix of requests.
+                # `part` is computed from the larger of the two rates. The cuts are computed from
+                # the steady sums, which have more samples.
                 self._demands[tenant].split(self._demands[tenant].steady_s * part, floor)
             else:
                 self._demands[tenant].cuts = NO_CUTS
 
     def _capacity(self, pressure: Pressure, wanted: float) -> float:
-        """Prefill seconds that may be admitted per second. Adapts `_decode_part` by one plan."""
+        """Prefill seconds that may be admitted per second. Each call adapts `_decode_part`."""
         excess = (pressure.backlog_s - self.target_s) / self._config.ttft_slo_s
         capacity = pressure.workers * max(CAPACITY_MIN, 1 - excess)
         if self._is_decode_short:
@@ -343,7 +343,7 @@ def max_min(
     wanted: Mapping[str, float], weights: Mapping[str, float], capacity: float
 ) -> dict[str, float]:
     """Weighted max-min fair allocation. In ascending order of demand per weight, each name gets its
-    demand, but at most its weight's part of the capacity left. The default weight is 1."""
+    demand or, if less, its weight's part of the capacity that is left. The default weight is 1."""
     granted = dict(wanted)
     open_ones = sorted(wanted, key=lambda name: (wanted[name] / weights.get(name, 1.0), name))
     left, weight_left = capacity, sum(weights.get(name, 1.0) for name in wanted)

@@ -1,24 +1,23 @@
 """Sliding-window rate limits of tenants per minute, and limits of requests in flight.
 
     requests_per_minute     requests admitted within any 60 s
-    tokens_per_minute       their tokens: prompt and max_tokens at admission. At the end of a
-                            request, its unused tokens are subtracted from the second of its
-                            admission.
-    requests_in_flight_max  requests admitted and not ended, over all their attempts
+    tokens_per_minute       prompt tokens plus max_tokens of these requests. When a request ends,
+                            its unused tokens are subtracted from the second of its admission.
+    requests_in_flight_max  requests admitted and not ended; all attempts of one count as one
 
 Each request carries its limits (messages.TenantLimits). Only the usage is stored here, so a change
 of limits needs no update. Usage is counted by whole seconds, each of which leaves the window as a
-whole. A request therefore counts for up to 61 s, and no 60 s admit more than the limit. A request
-rejected for load or limits is not charged. A request that is invalid, and a call that only
-tokenises (/tokenize), are charged as one request each.
+whole. A request therefore counts for up to 61 s, and the limit holds for any 60 s. A request
+rejected for load or limits is not charged. An invalid request is charged as one request, and so is
+a call of /tokenize.
 
-The limits are checked twice: on arrival, because parsing a prompt of four megabytes takes seconds,
-and at admission, when the number of tokens is known.
+The limits are checked on arrival, because parsing a prompt of four megabytes takes seconds. They
+are checked again at admission, when the number of tokens is known.
 
 Each frontend sends its admissions and returned tokens to the others (notes.UsageNote). Requests in
 flight elsewhere are known from other notes (load/other_frontends.py). The limits therefore hold
-over all frontends, except for admissions within the fraction of a second that a note takes. A lost
-note causes an error for at most 61 s. A restarted frontend starts with empty counts.
+over all frontends, except while notes are on the way (a fraction of a second). A lost note causes
+an error for at most 61 s. A restarted frontend starts with empty counts.
 
 Not here: shares under overload (fair_share.py), request slots of a frontend (backends/frontend).
 """
@@ -34,7 +33,7 @@ from conductor.messages import Reject, Request, TenantLimits
 from conductor.notes import UsageNote
 
 WINDOW_S = 60
-TENANTS_MAX = 4_096  # above it, the counts of the least recently charged tenant are dropped
+TENANTS_MAX = 4_096  # above it, the counts of the tenant charged longest ago are dropped
 IN_FLIGHT_RETRY_S = 1.0  # the end of a request in flight cannot be predicted
 ROUNDING_S = 0.01  # retry_after_s is sent with two decimals (backends/errors.py)
 
@@ -53,8 +52,8 @@ class UsageWindow:
         self._seconds: deque[_Second] = deque()  # ordered by time; at most WINDOW_S + 1 entries
 
     def add(self, at_s: float, requests: int, tokens: int, now_s: float) -> None:
-        """Add usage at a time that may be in the past; negative usage is returned. Nothing changes
-        if that time has left the window."""
+        """Add usage at a time that may be in the past. Negative tokens are returned ones. Nothing
+        changes if `at_s` has left the window."""
         self._forget(now_s)
         second = math.floor(min(at_s, now_s))
         if second < math.floor(now_s) - WINDOW_S:
@@ -66,11 +65,11 @@ class UsageWindow:
             self._seconds.insert(index, _Second(second, 0, 0))
             index += 1
         found = self._seconds[index - 1]
-        # The note of a return may arrive before the note of its use.
+        # A note that returns tokens may arrive before the note that charged them.
         found.requests = max(0, found.requests + requests)
         left = found.tokens + tokens
         found.tokens = max(0, left)
-        # Notes with different delays can place a use one second before or after its return.
+        # Notes with different delays can place a charge one second before or after its return.
         for beside in self._seconds if left < 0 else ():
             if abs(beside.at_s - second) == 1:
                 taken = min(beside.tokens, -left)
@@ -82,8 +81,8 @@ class UsageWindow:
         return sum(s.requests for s in self._seconds), sum(s.tokens for s in self._seconds)
 
     def wait_s(self, now_s: float, requests: int, tokens: int) -> float:
-        """Seconds until so many requests and tokens have left the window. WINDOW_S if the window
-        has fewer."""
+        """Seconds until this many requests and tokens have left the window. WINDOW_S if the window
+        has fewer of them."""
         self._forget(now_s)
         for second in self._seconds:
             requests, tokens = requests - second.requests, tokens - second.tokens
@@ -114,13 +113,13 @@ class TenantQuotas:
 
     def __init__(self, request_s_max: float) -> None:
         self._request_s_max = request_s_max
-        self._windows: dict[str, UsageWindow] = {}  # least recently used first
+        self._windows: dict[str, UsageWindow] = {}  # by tenant; the one charged longest ago first
         self._admitted: dict[str, _Admitted] = {}  # in flight at this frontend, oldest first
         self._in_flight_of: Counter[str] = Counter()  # of `_admitted`, by tenant; no zero entries
 
     def rejection(self, request: Request, elsewhere: int, now_s: float) -> Reject | None:
-        """The rejection of one more request of its tenant, or None. `elsewhere`: requests of the
-        tenant in flight at other frontends."""
+        """The rejection of the request by the limits of its tenant, or None. `elsewhere`: requests
+        of the tenant in flight at other frontends."""
         limits = request.limits
         if limits is None:
             return None
@@ -139,8 +138,8 @@ class TenantQuotas:
     def arrival_rejection(
         self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
     ) -> Reject | None:
-        """As `rejection`, for a prompt of unknown length that is not read yet. `in_flight`: the
-        tenant's requests at all frontends; None: the new work is not a request."""
+        """As `rejection`, for a prompt that is not parsed yet. `in_flight`: requests of the tenant
+        over all frontends. None for work that is not a request, such as /tokenize."""
         request = Request("", 0, (), 0, tenant=tenant, limits=limits)
         return self._used_up(request, limits, in_flight, now_s)
 
@@ -178,7 +177,8 @@ class TenantQuotas:
         return self._use(UsageNote(now_s, tenant, 1, 0), now_s)
 
     def admitted(self, request: Request, now_s: float) -> UsageNote | None:
-        """Count an admitted request. None if it has no limits."""
+        """Count an admitted request, and return the note for other frontends. Requests without
+        limits are not counted."""
         if request.limits is None:
             return None
         self._leave(request.request_id)
@@ -188,8 +188,8 @@ class TenantQuotas:
         return self._use(UsageNote(now_s, request.tenant, 1, tokens), now_s)
 
     def ended(self, request_id: str, tokens: int, now_s: float) -> UsageNote | None:
-        """End a request, and return its unused tokens. `tokens`: those of prompt and answer. None
-        if there is nothing to return, or the admission has left the window."""
+        """End a request that used `tokens` for prompt and answer, and return its unused tokens to
+        the window. None if no tokens are unused, or the admission has left the window."""
         known = self._leave(request_id)
         if known is None or tokens >= known.tokens or now_s - known.at_s > WINDOW_S + 1:
             return None
@@ -219,8 +219,8 @@ class TenantQuotas:
         return window
 
     def tick(self, now_s: float, held: Callable[[], Collection[str]]) -> None:
-        """Drop requests that are older than request_s_max and not in `held()`, the request ids that
-        this frontend still holds. `held` is called only if there are such old requests."""
+        """Drop requests older than request_s_max, unless `held()` has their ids: those requests are
+        still held by this frontend. `held` is called only if there are requests as old as that."""
         old = []
         for request_id, entry in self._admitted.items():  # oldest first
             if now_s - entry.at_s < self._request_s_max:

@@ -1,23 +1,22 @@
 """Linear cost models of prefill and decode steps, and their non-negative least-squares fits.
 
-All times that the conductor compares come from these two models. Both are linear in their
-coefficients. Each coefficient thus has a unit, a dozen samples at the start of a worker suffice for
-a fit, and extrapolation is safe:
+The conductor computes the times of prefill and decode steps with these two models. Both are linear
+in their coefficients. Each coefficient thus has a unit, and a dozen samples at the start of a
+worker suffice for a fit:
 
     prefill(new, prefix) = base + per_token * new + per_token_pair * new * (prefix + new / 2)
     decode(batch)        = base + per_sequence * sequences + per_context_token * context_tokens
 
 `new * (prefix + new / 2)` counts the (query, key) pairs of causal attention. Each new token attends
 to the whole prefix and, on average, to half of the new tokens. This is the quadratic term of Eq. 1
-of the Mooncake paper with a = 2 (causal) instead of a = 4. The paper fits prefill on (length,
-prefix length), offline. The paper's decode step is bound by reading weights (base) and KV
-(per_context_token), and the paper's figures imply a cost per sequence in addition.
+of the Mooncake paper with a = 2 (causal) instead of a = 4. In the paper, a decode step is bound by
+reading weights (base) and KV (per_context_token). Its figures also imply a cost per sequence.
 
 The fit minimises the *relative* error, sum(((estimate - y) / y)^2), so a 10 ms prompt weighs as
 much as a 10 s prompt. A sample y that was slow by accident (a warm-up, a busy core) adds at most 1
 to this sum. Coefficients are non-negative, because a negative coefficient would predict a negative
-time somewhere. With three unknowns, the exact solution is the best of the non-negative ones among
-the seven least-squares fits over subsets of columns, so no iterative solver is needed.
+time somewhere. Three columns have seven non-empty subsets. The exact solution is the best of the
+seven least-squares fits without a negative coefficient, so no iterative solver is needed.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class PrefillEstimate:
 
     @property
     def overhead_tokens(self) -> float:
-        """Number of tokens that take as long as the overhead of a step (queue_order.py)."""
+        """Number of tokens whose computation takes as long as `base_s` (queue_order.py)."""
         return self.base_s / self.per_token_s if self.per_token_s > 0 else ALWAYS
 
     def seconds(self, new_tokens: float, prefix_tokens: float) -> float:
@@ -79,7 +78,7 @@ class DecodeEstimate:
         return (self.base_s, self.per_sequence_s, self.per_context_token_s)
 
     def step_s(self, sequences: float, context_tokens: float) -> float:
-        """Seconds of a step with one token for each sequence. `context_tokens`: of all of them."""
+        """Seconds of a step with one token for each sequence. `context_tokens`: summed over all."""
         return (
             self.base_s
             + self.per_sequence_s * sequences
@@ -87,8 +86,8 @@ class DecodeEstimate:
         )
 
 
-# A worker without measurements. These values are wrong for any machine but have the right shape:
-# longer prompts and fuller batches take longer. Routing thus balances load and values caches.
+# Coefficients of a worker without measurements. The times are wrong for any machine, but longer
+# prompts and fuller batches take longer. Routing thus still balances load and prefers cached KV.
 UNCALIBRATED_PREFILL = PrefillEstimate(base_s=0.01, per_token_s=1e-3, per_token_pair_s=0.0)
 UNCALIBRATED_DECODE = DecodeEstimate(base_s=0.01, per_sequence_s=1e-3, per_context_token_s=1e-6)
 
@@ -121,7 +120,7 @@ class Fit(Generic[Estimate]):
 
 
 def fit_prefill(samples: Sequence[PrefillSample]) -> Fit[PrefillEstimate]:
-    """Samples should have several lengths, some with a prefix. ValueError: no usable sample."""
+    """Samples should have several lengths, some with a prefix. ValueError if none is usable."""
     usable = [s for s in samples if s.seconds > 0 and s.new_tokens > 0]
     rows = [
         (1.0, s.new_tokens, s.new_tokens * (s.prefix_tokens + s.new_tokens / 2)) for s in usable
@@ -131,7 +130,7 @@ def fit_prefill(samples: Sequence[PrefillSample]) -> Fit[PrefillEstimate]:
 
 
 def fit_decode(samples: Sequence[DecodeSample]) -> Fit[DecodeEstimate]:
-    """Samples should have several batch sizes and contexts. ValueError: no usable sample."""
+    """Samples should have several batch sizes and contexts. ValueError if none is usable."""
     usable = [s for s in samples if s.seconds > 0 and s.sequences > 0]
     rows = [(1.0, s.sequences, s.context_tokens) for s in usable]
     weights, errors = _fit(rows, [s.seconds for s in usable])
@@ -145,7 +144,7 @@ def _fit(
     if not rows:
         raise ValueError("no sample has a positive time and size; measure at least three prompts")
     measured = np.asarray(seconds, dtype=np.float64)
-    # Dividing each row by its time turns relative error into ordinary error against 1.
+    # After dividing each row by its measured time, the target is 1 and errors are relative.
     relative: Matrix = np.asarray(rows, dtype=np.float64) / measured[:, None]
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1.0

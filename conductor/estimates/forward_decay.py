@@ -1,11 +1,11 @@
 """Forward decay: sums with a half-life that need no pass over old values (Cormode et al., 2009).
 
 A backward decay would shrink every old sum as time passes. Forward decay instead gives each new
-amount a larger weight, 2^(seconds since the origin / half-life). `sum / weight(now)` is the sum in
-current units. A sum is thus one number, and an addition is one multiplication (ICDE 2009).
+amount a larger weight, 2^(seconds since the origin / half-life). The decayed sum at a time is
+`sum / weight(time)`. So a sum is one number, and old sums are not touched (ICDE 2009).
 
 Weights grow, so the origin must move before they overflow. The owner of the sums calls `rescaled`
-before each addition, and divides all sums by the result.
+before each addition, and divides all sums by the returned divisor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXPONENT_FLOAT = 1000.0  # 2^1000 is still a float; a sum divided by it is 0
 
 
 class ForwardDecay:
-    """Weights of times. The first time passed to `rescaled` is the first origin."""
+    """The origin and the weights. The first time passed to `rescaled` is the first origin."""
 
     def __init__(self, half_life_s: float) -> None:
         assert half_life_s > 0, half_life_s
@@ -26,7 +26,7 @@ class ForwardDecay:
         self._origin_s = math.inf
 
     def rescaled(self, now_s: float) -> float:
-        """Divisor for all sums before the next addition. 1, unless the origin had to move."""
+        """Divisor for all sums before the next addition; 1 unless the origin moves."""
         if self.began_s == math.inf:
             self.began_s = self._origin_s = now_s
         exponent = (now_s - self._origin_s) / self.half_life_s
@@ -43,7 +43,7 @@ class ForwardDecay:
         return float(2.0 ** min(exponent, EXPONENT_FLOAT))
 
     def window_s(self, now_s: float) -> float:
-        """Seconds that a sum represents: a rate is sum / weight / window_s. 0 at the start."""
+        """Seconds by which a decayed sum is divided to get a rate. 0 at the start."""
         if self.began_s == math.inf:
             return 0.0
         faded = 2.0 ** max(-EXPONENT_FLOAT, (self.began_s - now_s) / self.half_life_s)

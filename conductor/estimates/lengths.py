@@ -1,34 +1,33 @@
 """Kaplan-Meier survival curves of answer lengths, by class of prompt length and tenant.
 
-**Classes of prompt length.** A prompt of 100k tokens costs fifty times one of 2k. Long prompts are
-few, so statistics over all requests describe them badly. Fair shares, TTFT margins and output
-lengths are therefore kept for each class. The bounds are a factor of four apart, so work within an
-inner class differs by about that factor.
+**Classes of prompt length.** A prompt of 100k tokens costs fifty times as much as one of 2k. Long
+prompts are few, so statistics over all requests describe them badly. Fair shares, TTFT margins and
+output lengths are therefore kept for each class. The bounds are a factor of four apart.
 
-**Answers.** The distribution of each class is learned from finished answers. A class of answers is
-a class of prompt length and a tenant, because the tenant predicts the length of an answer best. For
-each class there is a *survival curve*
+**Classes of answers.** A class of answers is a class of prompt length and a tenant, because the
+tenant predicts the length of an answer best. For each class, the finished answers give a *survival
+curve*
 
     S(n) = share of answers with more than n tokens
 
 An answer with n tokens gets more than m further tokens with probability S(n + m) / S(n). The future
 load of a decode worker is computed from these probabilities (decode_forecast.py). For an answer of
-unknown age, the *residual* curve gives the probability of more than m further tokens.
+which n is unknown, the *residual* curve gives the probability of more than m further tokens.
 
-Curves are products of the survival in each bucket of lengths (Kaplan-Meier):
+A curve is a product over the buckets of lengths up to n (Kaplan-Meier):
 
-    S(n) = product over the buckets up to n of (1 - ended there / reached it)
+    S(n) = product of (1 - answers that ended in the bucket / answers that reached the bucket)
 
-An answer that was cut by its max_tokens *reached* that length and did not *end* there, so limits of
-clients do not count as lengths of answers. Counts decay (forward_decay.py). As a prior, each class
-gets CLASS_PRIOR answers with the distribution over all classes. All classes together get PRIOR
-answers with S(n) = 1 / (1 + n / expected), whose median is `expected`. An answer longer than all
-known answers thus doubles its length with a probability of about one half.
+An answer that max_tokens cut *reached* the bucket and did not *end* there, so limits of clients do
+not count as lengths of answers. Counts decay (forward_decay.py). As a prior, each class gets
+CLASS_PRIOR answers with the distribution over all classes. All classes together get PRIOR answers
+with S(n) = 1 / (1 + n / expected), whose median is `expected`. An answer longer than all known
+answers thus doubles its length with a probability of about one half.
 
-Buckets: two per octave, uniform inside. Curves are computed on demand, at most every CURVE_S.
+An octave of lengths has two buckets, and lengths are uniform inside a bucket. A curve is computed
+on demand, at most once in CURVE_S.
 
-Not here: uses of the classes of prompts (fair_share.py, measured.py), what is decoding now
-(decode_batch.py).
+Not here: uses of the classes of prompts (fair_share.py, measured.py).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ import numpy.typing as npt
 
 from conductor.estimates.forward_decay import ForwardDecay
 
-BOUNDS_TOKENS = (4_096, 16_384, 65_536)  # a prompt of exactly a bound is in the longer class
+BOUNDS_TOKENS = (4_096, 16_384, 65_536)  # a prompt as long as a bound is in the longer class
 CLASSES = len(BOUNDS_TOKENS) + 1
 
 
@@ -64,7 +63,7 @@ EDGES: Vector = np.array([0.0, 1.0] + [f * 2.0**k for k in range(1, 18) for f in
 BUCKETS = len(EDGES) - 1  # the last bucket has no upper bound
 CURVE_S = 1.0  # seconds for which a computed curve is reused
 CLASS_PRIOR, PRIOR = 8.0, 8.0  # weights of the priors, in answers
-TENANTS_MAX = 64  # tenants with classes of their own; all other tenants count as tenant ""
+TENANTS_MAX = 64  # the first ones get classes of their own; all other tenants count as ""
 HALF_LIFE_S = 600.0  # decay of the counts
 LEAST = 1e-6  # lower bound of a curve, so that each ratio is defined
 
@@ -90,7 +89,7 @@ class OutputLengths:
         self._curves: dict[ClassKey | None, tuple[float, Vector]] = {}
 
     def class_of(self, prompt_tokens: int, tenant: str) -> ClassKey:
-        """The class of a request. The first TENANTS_MAX tenants get classes of their own."""
+        """The class of a request."""
         if tenant not in self._tenants:
             if len(self._tenants) >= TENANTS_MAX:
                 tenant = ""
@@ -98,7 +97,7 @@ class OutputLengths:
         return (length_class(prompt_tokens), tenant)
 
     def learn(self, key: ClassKey, tokens: float, is_cut: bool, now_s: float) -> None:
-        """Count an answer of `tokens`; `is_cut`: max_tokens ended it."""
+        """Count an answer of `tokens`. `is_cut`: True if max_tokens ended it."""
         divisor = self._decay.rescaled(now_s)
         if divisor != 1.0:
             for counts in (self._all, *self._classes.values()):
@@ -138,17 +137,17 @@ class OutputLengths:
 def survival(ended: Vector, cut: Vector) -> Vector:
     """Kaplan-Meier estimate at each of EDGES, from counts by bucket."""
     reached = (ended + cut)[::-1].cumsum()[::-1]
-    # Half of the answers cut inside a bucket count as not having reached its end.
+    # Half of the answers that were cut inside a bucket count as not having reached the bucket.
     at_risk = np.maximum(reached - cut / 2, 1e-12)
     kept = np.clip(1.0 - ended / at_risk, 0.0, 1.0)
     curve = np.append(1.0, kept.cumprod())
-    curve[-1] = curve[-2] / 2  # the last bucket has no end
+    curve[-1] = curve[-2] / 2  # the last bucket has no upper bound, so its survival is a guess
     return np.maximum(curve, LEAST)
 
 
 def residual(curve: Vector) -> Vector:
-    """At each of EDGES: the share of answers with more tokens left than this edge, at a random
-    moment of decoding. It is the area under the curve beyond the edge / the whole area."""
+    """At each of EDGES, the probability that an answer has more tokens left than this edge, at a
+    random moment of decoding. It is the area under the curve beyond the edge / the whole area."""
     areas = (curve[1:] + curve[:-1]) / 2 * np.diff(EDGES)
     right = np.append(areas[::-1].cumsum()[::-1], 0.0)
     return np.asarray(right / right[0])

@@ -1,19 +1,19 @@
 """Measured against estimated times: speed ratios, relative errors, and margins of the TTFT limit.
 
-**Speed ratio** (`SpeedRatio`): recent times of a worker relative to its calibration. The ratio is
-the decayed sum of measured seconds / that of estimated seconds. A mean of ratios would count ten
-prompts that shared one step as ten measurements. PRIOR keeps the ratio near 1 with few
-measurements. Otherwise a worker whose first prompt was slow would get no further requests.
+**Speed ratio** (`SpeedRatio`): the decayed sum of a worker's measured seconds, divided by the
+decayed sum of the seconds that its calibration estimates. A mean of ratios would count ten prompts
+that shared one step as ten measurements. PRIOR keeps the ratio near 1 while measurements are few.
+Otherwise a worker whose first prompt was slow would get no further requests.
 
 **Accuracy** (`RelativeErrors`): recent relative errors of predictions, for people.
 
-**Margin** (`Margin`): the distance that a prediction must keep from its limit. The limit is divided
-by a quantile of the recent `actual / predicted`, for each class of prompt length:
+**Margin** (`Margin`): the distance that a predicted TTFT must keep from the limit. For each class
+of prompt length, the limit is divided by a quantile of the recent `actual / predicted` TTFTs:
 
     limit_s = ttft_slo_s / max(1, quantile of actual / predicted in this class)
 
-Each sample has its predicted seconds as weight, which decays with a half-life. As a prior,
-PRIOR_SHARE x ttft_slo_s seconds count as predicted exactly.
+The weight of a sample is its predicted seconds, and decays with a half-life. As a prior, each class
+also has PRIOR_SHARE x ttft_slo_s seconds of exact predictions.
 
 docs/reference/conductor.md ("Measured against estimated") gives the reasons. Not here: fitting
 coefficients (estimates.py), the use of the limit (admission.py).
@@ -32,14 +32,14 @@ from conductor.estimates.lengths import CLASSES, length_class
 
 Column = npt.NDArray[np.float64]
 
-RATIO_MAX = 4.0  # ratios are kept in 1 / RATIO_MAX .. RATIO_MAX; others mean a wrong calibration
-OUTLIER_MAX = 10.0  # bound of one measurement, in multiples of its estimate
-PRIOR = 0.5  # added to both sums, in their unit: seconds of prefills, or decode reports
+RATIO_MAX = 4.0  # speed ratios are kept within 1 / RATIO_MAX .. RATIO_MAX
+OUTLIER_MAX = 10.0  # one measurement counts as at most this multiple of its estimate
+PRIOR = 0.5  # added to both sums of a SpeedRatio: seconds for prefill, reports for decode
 HALF_LIFE_S = 30.0
 
 
 class SpeedRatio:
-    """Measured / estimated; 1.0 without measurements."""
+    """Measured / estimated time of a worker; 1.0 without measurements."""
 
     def __init__(self) -> None:
         self._measured = 0.0
@@ -47,17 +47,17 @@ class SpeedRatio:
         self._at_s = -math.inf
 
     def learn(self, measured: float, estimated: float, now_s: float) -> None:
-        """Add a measurement and its estimate, both in the unit of the worker's sums."""
+        """Add a measurement and its estimate. Without a positive estimate, nothing is added."""
         if estimated <= 0 or measured < 0:
             return
         kept = self._kept(now_s)
         self._measured = self._measured * kept + min(measured, OUTLIER_MAX * estimated)
         self._estimated = self._estimated * kept + estimated
-        self._at_s = max(self._at_s, now_s)  # measurements in notes of other frontends are late
+        self._at_s = max(self._at_s, now_s)  # notes of other frontends bring older measurements
 
     @property
     def sums(self) -> tuple[float, float, float]:
-        """(measured, estimated, time of the last addition); the first two are as of that time."""
+        """(measured, estimated, time of the last addition). Both sums are decayed to that time."""
         return (self._measured, self._estimated, self._at_s)
 
     def at(self, now_s: float) -> float:
@@ -69,7 +69,7 @@ class SpeedRatio:
         return min(RATIO_MAX, max(1 / RATIO_MAX, ratio))
 
     def _kept(self, now_s: float) -> float:
-        """The share of the sums that has not decayed since the last measurement."""
+        """The factor by which the sums have decayed since the last measurement; 1 is no decay."""
         return math.pow(2.0, -max(0.0, now_s - self._at_s) / HALF_LIFE_S)
 
 
@@ -100,10 +100,10 @@ class RelativeErrors:
         return sum(self._errors) / len(self._errors) if self._errors else 0.0
 
 
-STEPS_PER_OCTAVE = 8  # resolution of ratios: 9 %
+STEPS_PER_OCTAVE = 8  # buckets of ratios per octave, so two neighbours differ by 9 %
 OCTAVES = 3  # highest ratio: 8; larger ratios count as 8
 RATIOS = 1 + STEPS_PER_OCTAVE * OCTAVES
-PRIOR_SHARE = 1.0  # predicted seconds that count as exact / limit in seconds
+PRIOR_SHARE = 1.0  # the prior's seconds of exact predictions, as a share of the limit
 
 
 class Margin:
@@ -116,13 +116,13 @@ class Margin:
         self._ratios = [1.0] * CLASSES
 
     def learn(self, prompt_tokens: int, predicted_s: float, actual_s: float, now_s: float) -> None:
-        """Count a first token that was predicted after `predicted_s` and came after `actual_s`."""
+        """Count a first token that arrived after `actual_s` and was predicted for `predicted_s`."""
         if predicted_s <= 0 or actual_s < 0:
             return
         weight = self._weight(now_s)
         steps = STEPS_PER_OCTAVE * math.log2(max(actual_s / predicted_s, 1.0))
         length = length_class(prompt_tokens)
-        # Steps are rounded up, so the ratio of a bucket is at least that of each sample in it.
+        # Rounding up makes the ratio of a bucket at least as large as that of each of its samples.
         self._seconds[length][min(RATIOS - 1, math.ceil(steps - 1e-9))] += weight * predicted_s
         self._ratios[length] = self._quantile_of(self._seconds[length], weight * self._prior_s)
 
@@ -145,7 +145,7 @@ class Margin:
         return self._decay.weight(now_s)
 
     def fade(self, now_s: float) -> None:
-        """Decay the margins of classes without new samples. To be called about twice a second."""
+        """Update the margins as samples decay. To be called about twice a second."""
         weight = self._weight(now_s)
         for length, seconds in enumerate(self._seconds):
             if any(seconds):

@@ -1,20 +1,21 @@
-"""Pipeline-parallel prefill time: the slowest stage sets the pace, the others add a fill time.
+"""Pipeline-parallel prefill time: the slowest stage's time plus a fill time of the other stages.
 
 The stages of a pipeline group each hold a share of the layers. While the second stage computes the
 first chunk of a prompt, the first stage computes the second chunk. A stage begins a chunk when it
 has finished the previous chunk and has received the hidden states. The formula is exact for equal
-stages whose chunks take longer the more tokens precede them, and otherwise an approximation:
+stages if later chunks take longer than earlier ones. Otherwise it is an approximation:
 
     prefill = work + fill
-    work    the slowest stage's time for all chunks; then the next prompt may begin
+    work    the slowest stage's time for all chunks; after it, the next prompt may begin
     fill    the other stages' time for the last chunk, and the transfers of hidden states (hops)
 
 The queue in front of a request drains at the pace of `work`, since the fill of each prompt overlaps
-with the next prompt. A short prompt is one chunk, which the stages compute one after the other. The
-prompt takes as long as on a worker with all layers, plus the hops.
+with the next prompt. A short prompt is one chunk, which the stages compute one after the other. It
+takes as long as on a worker with all layers, plus the hops.
 
-`fill` counts a shorter last chunk as a full one: when that chunk arrives, each later stage is still
-busy with the full chunk before it. A worker with all layers is a group of one, without any fill.
+If a prompt has several chunks, `fill` counts a shorter last chunk as a full one. When that chunk
+arrives at a later stage, the stage is still busy with the full chunk before it. A worker with all
+layers is a group of one stage, without any fill.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from conductor.estimates.estimates import PrefillEstimate
 class PipelineEstimate:
     slowest: PrefillEstimate  # the pipeline stage that sets the pace
     others: PrefillEstimate  # sum of the other pipeline stages
-    chunk_tokens: int  # most new tokens of a chunk; 0: unknown, so a prompt is one chunk
-    hops_s: float  # total time of passing hidden states between stages
+    chunk_tokens: int  # most new tokens of a chunk; 0 if unknown, so that a prompt is one chunk
+    hops_s: float  # total time in which hidden states pass through all stages
 
     @classmethod
     def of(
         cls, stages: Sequence[PrefillEstimate], chunk_tokens: int = 0, hops_s: float = 0.0
     ) -> PipelineEstimate:
-        """The estimate of a group of one or more stages. The slowest stage takes the longest time
-        for a first chunk, or for one token if `chunk_tokens` is unknown."""
+        """The estimate of a group of one or more stages. The slowest stage is the one that takes
+        longest for a first chunk, or for one token if `chunk_tokens` is 0."""
         slowest = max(stages, key=partial(_chunk_s, chunk_tokens))
         sums = (sum(parts) for parts in zip(*(stage.coefficients for stage in stages), strict=True))
         others = (

@@ -1,8 +1,8 @@
 """The cluster state: nodes, workers, in-flight requests, and which workers take requests.
 
-Nodes and workers come from directory events. Each routed and unfinished request is one *in-flight
-request*. It holds at most three reservations: in a prefill queue, in a decode batch, and as a send
-at the node that its prefix is fetched from. `drop` removes all of them, and is idempotent.
+Nodes and workers are known from directory events. A request is *in flight* from its routing to its
+end. It holds at most three reservations: in a prefill queue, in a decode batch, and as a send at
+the node from which its prefix is fetched. `drop` removes all of them, and is idempotent.
 
 A worker takes requests if all of these conditions hold. `why_not` names the first one that fails:
 
@@ -11,12 +11,13 @@ A worker takes requests if all of these conditions hold. `why_not` names the fir
   finishes its streams, and new calls reach the new incarnation.
 - It sent a report within report_s_max.
 - It is not draining.
-- This frontend has a network path to it, as far as `worker_reached` reported.
+- This frontend has a network path to it, according to the latest call of `worker_reached`.
 - No call to it failed recently. A failed call marks the worker for failed_mark_s, or until a report
   arrives more than report_lag_s after the call.
 
-In a pipeline group, prefill workers each hold a share of the layers. Stage 0 takes requests if all
-stages of the group are registered and meet all conditions. The other stages are never called.
+The prefill workers of a pipeline group each hold a share of the layers. Stage 0 takes requests if
+all stages of the group are registered and meet these conditions. No request is routed to the other
+stages.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from conductor.messages import Request, Route
 from mooncake_store.layout import blocks_touched, geometry
 from mooncake_store.records.membership import NodeInfo, WorkerInfo, WorkerReport
 
-PATHS_PER_TICK = 64  # transfer paths computed per tick and role; each takes up to 0.1 ms
-RESIDENCE_WEIGHT = 0.05  # weight of one finished request in the mean decode time
+PATHS_PER_TICK = 64  # transfer paths computed per tick and role; a path takes up to 0.1 ms
+RESIDENCE_WEIGHT = 0.05  # weight of one finished request in the moving mean `Cluster.decode_s`
 
 
 @dataclass(slots=True)
@@ -52,14 +53,14 @@ class InFlightRequest:
     """A routed request until it finishes."""
 
     route: Route
-    prefill: WorkerState  # kept with its reservations after the worker is down, as is `decode`
+    prefill: WorkerState  # both objects and their reservations stay after the worker is down
     decode: WorkerState
     request: Request
     routed_at_s: float
-    answer: ExpectedAnswer | None  # None without the admission policy predictive_lengths
+    answer: ExpectedAnswer | None  # None unless the admission policy is predictive_lengths
     number: int  # unique and increasing, in the order of routing
-    joined_at_s: float | None = None  # end of its prefill; None: not ended
-    is_elsewhere: bool = False  # routed by another frontend (other_frontends.py)
+    joined_at_s: float | None = None  # end of its prefill, None before
+    is_elsewhere: bool = False  # True if another frontend routed it (other_frontends.py)
 
     @property
     def prefill_done(self) -> bool:
@@ -91,8 +92,8 @@ class Cluster:
         self.prefills, self.decodes = PrefillPool(config), DecodePool(config)
         self._pools: dict[str, Pool] = {"prefill": self.prefills, "decode": self.decodes}
         self.is_beside_decode = np.zeros(0, bool)  # mask: prefill workers on a decode worker's node
-        self._is_stale = True  # members changed since the pools were built
-        self._looked_s = -math.inf  # last refresh of the columns that decay with time
+        self._is_stale = True  # True if members changed since the pools were built
+        self._looked_s = -math.inf  # time at which columns with decaying ratios were refreshed
         self.largest_seen: dict[str, int] = {}  # role -> highest tokens_max so far
 
     # Membership
@@ -102,7 +103,7 @@ class Cluster:
         self._is_stale = True
 
     def node_down(self, node_id: str, incarnation: str) -> bool:
-        """Remove the node. False if it is unknown, or has another incarnation by now."""
+        """Remove the node. False if the node is unknown or has another incarnation now."""
         known = self.nodes.get(node_id)
         if known is None or known.incarnation != incarnation:
             return False
@@ -127,8 +128,7 @@ class Cluster:
         self._is_stale = True
 
     def worker_down(self, key: WorkerKey) -> None:
-        """Remove the worker with its reservations. Its in-flight requests stay until the frontend
-        finishes or retries them."""
+        """Remove the worker. Its in-flight requests stay until a frontend ends or retries them."""
         worker = self.workers.pop(key, None)
         if worker is not None:
             worker.row, self._is_stale = -1, True
@@ -152,7 +152,7 @@ class Cluster:
             pool.measured(worker, now_s)
 
     def excuse(self, seconds: float, now_s: float) -> None:
-        """Extend the report deadlines of all workers by `seconds`, in which none could report."""
+        """Extend the report deadlines of all workers by `seconds` without directory events."""
         for worker in self.workers.values():
             worker.reported_at_s = min(now_s, worker.reported_at_s + seconds)
             self._pools[worker.info.role].reported(worker.leader)
@@ -177,9 +177,9 @@ class Cluster:
             self._refused_at_s[key] = now_s
 
     def overloaded(self, now_s: float) -> list[WorkerState]:
-        """Decode workers that count as full, because they refused an arriving request. The mark
-        ends after overload_mark_s, or with a report over report_lag_s later. Marked workers whose
-        batch is empty by now are not included."""
+        """Decode workers that count as full, because they refused an arriving request. The mark of
+        a refusal ends after overload_mark_s, or with a report that arrives more than report_lag_s
+        after it. Marked workers with an empty batch are not included."""
         if not self._refused_at_s:
             return []
         expired_s = now_s - self.config.overload_mark_s
@@ -239,7 +239,7 @@ class Cluster:
         return ""
 
     def look(self, now_s: float) -> None:
-        """Bring the columns of both pools up to date, if members changed or a ratio is too old."""
+        """Rebuild the pools if members changed. Refresh ratios older than RATIO_FRESH_S."""
         if self._is_stale:
             self._is_stale, self._looked_s = False, -math.inf
             newest = (self.workers[key] for key in self._newest.values())
@@ -258,7 +258,7 @@ class Cluster:
             self.decodes.look(now_s)
 
     def prepare(self, now_s: float) -> None:
-        """Refresh columns and paths, so that decisions need not. To be called on each tick."""
+        """Refresh columns and transfer paths, so that decisions find them. Called on each tick."""
         self._looked_s = -math.inf
         self.look(now_s)
         for pool in self._pools.values():
@@ -276,8 +276,8 @@ class Cluster:
         return int(min(info.context_tokens_max, blocks * info.block_tokens))
 
     def node_blocks(self, info: WorkerInfo) -> float:
-        """Blocks that the worker's node can hold. Infinite for unknown nodes, and for workers that
-        need no room there for a prompt: decode workers, and engines that transfer KV themselves."""
+        """Blocks that the worker's node can hold. Infinite if the node is unknown, or if the prompt
+        needs no room on it: for decode workers, and for engines that transfer KV themselves."""
         node = self.nodes.get(info.node_id)
         if info.role != "prefill" or info.is_native or node is None or not node.segment_bytes:
             return math.inf
@@ -337,7 +337,7 @@ class Cluster:
         """Move the reservation from the prefill queue to the decode batch."""
         assert not routed.prefill_done, f"{routed.route.request_id} was prefilled twice"
         routed.joined_at_s = now_s
-        # An answer takes at most max_tokens steps, and on average `decode_s` seconds.
+        # An answer takes `decode_s` seconds on average, and at most max_tokens steps.
         longest_s = routed.request.output_tokens_max * routed.route.predicted.tbt_s
         leave_s = now_s + min(self.decode_s, longest_s)
         self._drop_send(routed.route)
@@ -356,9 +356,9 @@ class Cluster:
         return routed
 
     def attribute(self, routed: InFlightRequest, since_s: float, now_s: float) -> None:
-        """Avoid double counting of another frontend's request, which was routed or joined its batch
-        at `since_s`. If a report came after `since_s`, it counted the request as unattributed, so
-        that much unattributed work is removed."""
+        """Prevent that another frontend's request counts twice, after its note arrived. The request
+        was routed, or joined its batch, at `since_s`. A report after `since_s` has counted the
+        request as unattributed work, so as much unattributed work is removed."""
         if not routed.prefill_done and since_s < routed.prefill.reported_at_s:
             routed.prefill.queue.attribute(now_s)
         if since_s < routed.decode.reported_at_s:
@@ -403,7 +403,7 @@ class Cluster:
         self, routed: InFlightRequest, output_tokens: int | None, now_s: float
     ) -> None:
         """Learn decode time and answer length, if the request joined the batch. Cancelled answers
-        count too. Without `output_tokens`, the length is the decode time / the predicted step."""
+        count too. Without `output_tokens`, the length is the decode time / the predicted TBT."""
         if routed.joined_at_s is None:
             return
         decoded_s = max(now_s - routed.joined_at_s, 1e-3)
@@ -436,8 +436,7 @@ class Cluster:
                 del self._sends[route.fetch_node or ""]
 
     def check(self, now_s: float) -> None:
-        """Assert the invariants: reservations and in-flight requests match, and the columns match
-        the workers."""
+        """Assert that reservations match in-flight requests, and that columns match workers."""
         self.lengths.check()
         self.look(now_s)
         for pool in self._pools.values():

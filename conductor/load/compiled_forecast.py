@@ -1,4 +1,4 @@
-"""One request added to a batch's forecast, and the updated forecast, in compiled code (native.c).
+"""Compiled updates of a decode batch's forecast: adding a request, recomputing peaks (native.c).
 
 decode_forecast.py defines the same computation with numpy. Both give the same result to the last
 bit (tests/conductor/load/test_compiled_forecast.py). Arrays are passed as addresses.
@@ -47,8 +47,8 @@ class CompiledForecast:
         pages: float,
         tokens_max: float,
     ) -> None:
-        """Compute a request's sums, and add them to those of all joined (or all coming) requests:
-        `sums_addresses`. `since_s`: seconds from the start of its answer to that of the grid."""
+        """Compute the sums of a request, and add them to the sums of all joined (or all coming)
+        requests at `sums_addresses`. `since_s`: start of the grid - start of the answer."""
         REQUEST.pack_into(
             self._request,
             0,
@@ -73,7 +73,7 @@ class CompiledForecast:
         share: float,
         unattributed: tuple[float, float, float],
     ) -> None:
-        """Recompute the peaks. `addresses`: of the sums of coming requests, the sums of joined
-        requests, the upper bound of the sums, and the alive share of unattributed requests."""
+        """Recompute the peaks. `addresses`: those of the sums of coming requests, the sums of
+        joined requests, the sums' upper bound, and the alive share of unattributed requests."""
         WORKER.pack_into(self._worker, 0, *addresses, peaks_address, sigma, share, *unattributed)
         self._settle(self._worker_address)

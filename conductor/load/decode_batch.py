@@ -1,19 +1,18 @@
 """Predicted batch of one decode worker: reservations reconciled with worker reports.
 
-A request is reserved from the moment it is routed. It is *coming* during its prefill, and then
-*joined*. A joined request is *fresh* until a report that must include it arrives, and then
-*confirmed*. The batch is predicted from these counts and the last report:
+A routed request is reserved. It is *coming* during its prefill, and *joined* afterwards. A joined
+request is *fresh* until a report arrives that must include it. From then on it is *confirmed*. The
+batch is predicted from these counts and the last report:
 
     joined now = unattributed + min(confirmed, reported) + fresh
 
-*Unattributed* requests are those in the report beyond the reservations. They are from another
-frontend, or from before a restart of the conductor. A fresh request may or may not be in a report.
-The report is assumed to include it, so that no request counts twice.
+*Unattributed* requests are reported but not reserved. Another frontend routed them, or this
+conductor did before a restart. A report may lack a fresh request. It is assumed to include the
+request, so that no request counts twice.
 
-A report may be older than a finish that is already known here. Recently finished requests are
-therefore subtracted from the report, so that they do not count as unattributed. Otherwise they
-would still seem to take their slots. The `min` limits the effect of a lost finish: the next report
-of an idle worker sets its load to zero, so no worker stays full by mistake.
+A report may still include requests whose end is known here. Recently finished requests are
+therefore subtracted from the report, and do not count as unattributed. If the end of a request was
+lost, `min` limits the error. An idle worker reports zero requests, so its load becomes zero too.
 
 The load at a later moment is that of Mooncake, "Early Rejection Based on Prediction" (system
 level). Coming requests whose prefill ends before that moment are added. Requests that will have
@@ -34,12 +33,12 @@ from typing import NamedTuple
 from conductor.load.decode_forecast import DecodeForecast, ExpectedAnswer
 from mooncake_store.records.membership import WorkerReport
 
-GONE_S_MAX = 5.0  # finished requests are kept this long; no report is delayed for longer
+GONE_S_MAX = 5.0  # seconds for which a finished request is subtracted, if no report arrives
 
 
 class DecodeLoad(NamedTuple):
     """Sequences, their KV tokens, and the pages that they hold or reserve. Reserved and reported
-    loads are integers, forecasts are fractions."""
+    loads are whole numbers, forecasts are not."""
 
     sequences: float = 0.0
     context_tokens: float = 0.0
@@ -56,7 +55,7 @@ class DecodeLoad(NamedTuple):
 
 @dataclass(slots=True)
 class DecodeReservation:
-    load: DecodeLoad  # one sequence: KV tokens of the prompt, pages for it and the longest answer
+    load: DecodeLoad  # of one sequence: tokens of the prompt, pages for it and the longest answer
     prefill_end_s: float  # time at which the request is predicted to join
     state: str = "coming"  # "coming" | "fresh" | "confirmed"
     joined_at_s: float = 0.0  # 0 while coming
@@ -76,7 +75,7 @@ class DecodeBatch:
         self._reported = DecodeLoad(0, 0, 0)  # upper bound of the confirmed requests in the batch
         self._unattributed = DecodeLoad(0, 0, 0)  # reported beyond the reservations
         self._reported_at_s = 0.0
-        self._tokens_per_s = 0.0  # of each request in the batch
+        self._tokens_per_s = 0.0  # tokens that each request in the batch gets per second
         self._coming: list[tuple[float, str]] = []  # (prefill_end_s, request), sorted
         self._leaving: list[tuple[float, str]] = []  # (leave_s, request), sorted
         self.forecast: DecodeForecast | None = None  # only with predictive_lengths
@@ -96,7 +95,7 @@ class DecodeBatch:
         answer: ExpectedAnswer | None = None,
         now_s: float = 0.0,
     ) -> None:
-        """Add a routed request, which joins at `prefill_end_s`. `answer`: for the forecast."""
+        """Add a routed request, which joins at `prefill_end_s`. The forecast needs `answer`."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
         load = DecodeLoad(1, context_tokens, pages)
         self._reservations[request_id] = DecodeReservation(load, prefill_end_s)
@@ -147,8 +146,8 @@ class DecodeBatch:
         return reservation
 
     def attribute(self) -> None:
-        """Reduce the unattributed requests, after the reservation or join of a request that the
-        last report may have counted."""
+        """Reduce the unattributed requests, after a request that the last report may have counted
+        was reserved or has joined."""
         self._unattributed = DecodeLoad(*map(min, self._beyond_ours(), self._unattributed))
         if self.forecast is not None:
             self._settle()
@@ -169,7 +168,7 @@ class DecodeBatch:
         # A worker reserves pages for a request while its prefill runs.
         pages = confirmed.pages + fresh.pages + self._tallies["coming"].pages + self._gone_pages
         reported, gone = self._reported, self._gone_sequences
-        # A finished request counts with the mean tokens of the reported ones, not with its prompt.
+        # Each finished request counts as many tokens as the mean of the reported requests.
         there = 1.0 - min(1.0, gone / reported.sequences) if reported.sequences else 1.0
         context_tokens = round(reported.context_tokens * there)
         return DecodeLoad(
@@ -179,7 +178,8 @@ class DecodeBatch:
         )
 
     def _settle(self) -> None:
-        """Pass the forecast the share of joined requests still there, and the unattributed load."""
+        """Update the forecast with the share of joined requests that still decode, and with the
+        unattributed load."""
         assert self.forecast is not None
         confirmed, fresh = self._tallies["confirmed"].sequences, self._tallies["fresh"].sequences
         there = min(confirmed, self._reported.sequences) + fresh
@@ -238,17 +238,17 @@ class DecodeBatch:
         if not now.sequences and not coming.sequences:
             return now
         leaving: float = _until(self._leaving, at_s) - _until(self._leaving, now_s)
-        # Only the number of unattributed requests is known, so their ends are spread evenly.
+        # The ends of unattributed requests are unknown, so they are spread over `decode_s`.
         leaving += self._unattributed.sequences * min(1.0, max(0.0, at_s - now_s) / decode_s)
         staying = max(0.0, 1.0 - leaving / now.sequences) if now.sequences else 0.0
         arriving = _until(self._coming, at_s)  # without requests that join and leave before `at_s`
         arriving -= max(0, _until(self._coming, at_s - decode_s) - _until(self._coming, now_s))
         share = arriving / coming.sequences if coming.sequences else 0.0
-        # By `at_s`, each reported request has generated one token per step since the report.
+        # Each reported request generates one token per step from the report to `at_s`.
         had_tokens = self._tokens_per_s * max(0.0, at_s - self._reported_at_s)
         grown = had_tokens * (now.sequences - self._tallies["fresh"].sequences)
-        # The number of requests is exact, but each counts with the mean tokens and pages. Exact
-        # sums would take a loop over all requests.
+        # Each request counts with the mean tokens and pages. Exact sums would take a loop over all
+        # requests.
         return DecodeLoad(
             now.sequences * staying + coming.sequences * share,
             (now.context_tokens + grown) * staying + coming.context_tokens * share,
@@ -256,7 +256,7 @@ class DecodeBatch:
         )
 
     def leave_times(self, now_s: float, decode_s: float) -> list[float]:
-        """Expected ends of all requests, in the batch or coming; earliest first."""
+        """Expected ends of all joined, coming and unattributed requests; earliest first."""
         unattributed = int(self._unattributed.sequences)
         times = [max(now_s, leave_s) for leave_s, _ in self._leaving]
         times += [max(now_s, end_s) + decode_s for end_s, _ in self._coming]

@@ -1,35 +1,36 @@
 """Forecast of decode batches: survival curves of the reserved answers, plus expected arrivals.
 
-**Reserved requests.** The forecast is a curve over the next minute. For each request reserved at
-the worker, and each moment t of a grid, alive(t) is the probability that the request decodes. With
-S(n), the share of answers longer than n tokens (lengths.py), and `step`, the seconds per token:
+**Reserved requests.** The forecast is a curve over the next minute, at the moments t of a grid. For
+each request reserved at the worker, alive(t) is the probability that it decodes at t. S(n) is the
+share of answers longer than n tokens (lengths.py), and `step` is the seconds per token:
 
     decoding, n tokens generated   S(n + (t - now) / step) / S(n)
     in prefill until `end`         0 before `end`, S((t - end) / step) after it
     from max_tokens on             0
 
-The worker's curve is the sum over its requests: of sequences, of context tokens (prompt and
-generated tokens) and of reserved pages. Each sum is raised by its uncertainty:
+The worker's curve has three sums over its requests: sequences, context tokens (prompt and generated
+tokens) and reserved pages. A multiple of the standard deviation is added to each sum:
 
-    load(t) = sum of alive(t) x (1, prompt tokens + tokens generated until t, pages)
-    each of them raised by decode_room_sigma x sqrt(sum of alive (1 - alive) x its size^2)
+    size(t) = 1, prompt tokens + tokens generated until t, or pages
+    load(t) = sum of alive(t) x size(t)
+              + decode_room_sigma x sqrt(sum of alive(t) x (1 - alive(t)) x size(t)^2)
 
-Requests that a report counts beyond the reservations (*unattributed*) leave by the residual curve
-of all answers. A new request decodes from the end of its prefill, beside requests that join later.
-The *peak* of the curve from that moment on is therefore compared with the limits.
+*Unattributed* requests are reported but not reserved. They leave according to the residual curve of
+all answers. A new request decodes from the end of its prefill, beside requests that join later. The
+*peak* of the curve from the end of the prefill on is therefore compared with the limits.
 
-The curves of all workers are rows of one table, which a decision interpolates for all at once. A
-request is added to and subtracted from its worker's curve. Each report recomputes the curve, with
-current ages and without rounding errors of earlier sums, outside the critical path of a request.
+The curves of all workers are rows of one table, which a decision interpolates for all at once.
+Reservations and ends of requests update the sums. Each report recomputes the curve with current
+ages and without rounding errors of earlier sums. No request waits for this.
 
 **Expected arrivals** are requests that have not arrived yet, but will join the decode workers
-before this request. At the recent rate, the number that arrives after now and joins before t is
+before this request. At each decode worker, the expected number that joins before t is
 
     expected(t) = expected_arrivals_share x rate x (t - now - d (1 - exp(-(t - now) / d)))
 
-per decode worker, where the rate is that of all admitted requests / decode workers, and d is the
-mean time from routing to the end of prefill. Each arrival counts with the mean tokens and pages of
-recent requests. Rate and means decay with `demand_half_life_s` (forward_decay.py).
+`rate` is the rate of admitted requests / the number of decode workers. d is the mean time from
+routing to the end of prefill. Each arrival counts with the mean tokens and pages of recent
+requests. Rate and means decay with `demand_half_life_s` (forward_decay.py).
 
 docs/reference/conductor.md ("Decoding at a later moment") gives the limits of both predictions. Not
 here: reservations and their reconciliation with reports (decode_batch.py).
@@ -51,10 +52,10 @@ from conductor.load.compiled_forecast import CompiledForecast
 GRID_S: Vector = np.array(
     [0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0, 64.0]
 )
-PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # 1 / distance to the next moment; 0: a flat curve
+PER_S = np.append(1 / np.diff(GRID_S), 0.0)  # 1 / distance to the next moment; 0 after the last
 GRID, GRID_PER_S = GRID_S.tolist(), PER_S.tolist()
-SHOWN = 3  # sequences, context tokens, pages
-SUMS = 2 * SHOWN  # each sum and its variance
+SHOWN = 3  # number of sums: sequences, context tokens, pages
+SUMS = 2 * SHOWN  # the sums, and then their variances
 
 
 class ExpectedAnswer(NamedTuple):
@@ -65,7 +66,7 @@ class ExpectedAnswer(NamedTuple):
 
 
 class ForecastTable:
-    """Peaks of the curves of all decode workers, one row each: [worker, moment, sum]."""
+    """Peaks of the curves of all decode workers, as an array [worker, moment, sum]."""
 
     def __init__(self, sigma: float) -> None:
         self.sigma = sigma
@@ -106,7 +107,7 @@ class ForecastTable:
         return [a + part * (b - a) for a, b in zip(low, high, strict=True)]
 
     def at(self, rows: npt.NDArray[np.intp], at_s: float) -> Vector:
-        """[worker, (sequences, context tokens, pages)]: the peaks from `at_s` on."""
+        """The peaks of the curves from `at_s` on: [worker, (sequences, context tokens, pages)]."""
         offset_s = np.maximum(at_s - self._base_s[rows], 0.0)
         left = GRID_S.searchsorted(offset_s, side="right") - 1
         part = ((offset_s - GRID_S[left]) * PER_S[left])[:, None]
@@ -115,7 +116,7 @@ class ForecastTable:
 
 
 class _RequestColumns:
-    """Columns of the requests of one worker. A free row must be left out of every sum."""
+    """Columns of the requests of one worker. Free rows have old values, and are in no sum."""
 
     NAMES = ("began_s", "context_tokens", "pages", "tokens_max")
 
@@ -157,9 +158,9 @@ class DecodeForecast:
         self.row = table.take_row()
         self._requests = _RequestColumns()
         self._base_s = -math.inf
-        # Index 0: requests that are coming; index 1: joined requests.
+        # Index 0: requests in prefill; index 1: joined requests.
         self._sums: Vector = np.zeros((2, len(GRID_S), SUMS))
-        self._most: Vector = np.zeros(SHOWN)  # upper bound: all requests, if none leaves
+        self._most: Vector = np.zeros(SHOWN)  # upper bound of the sums: no request leaves
         self._unattributed_alive: Vector = np.ones(len(GRID_S))
         # Addresses of these four arrays, which are never replaced.
         self._addresses = (
@@ -178,7 +179,7 @@ class DecodeForecast:
         end_s: float,
         now_s: float,
     ) -> None:
-        """Add a routed request, which joins at `end_s`, the predicted end of its prefill."""
+        """Add a routed request. `end_s`: predicted end of its prefill, at which it joins."""
         if self._base_s == -math.inf:
             self._base_s = now_s
         row = self._requests.add(
@@ -202,7 +203,7 @@ class DecodeForecast:
             self._most -= (1.0, context_tokens + tokens_max, pages)
 
     def settle(self, share: float, unattributed: tuple[float, float, float]) -> None:
-        """Recompute the peaks. `share`: the joined requests still in the batch / all joined ones.
+        """Recompute the peaks. `share`: the part of the joined requests that is still in the batch.
         `unattributed`: sequences, context tokens and pages of the unattributed requests."""
         if self._table.compiled is not None:
             peaks_address = self._table.begin(self.row, self._base_s)
@@ -219,7 +220,8 @@ class DecodeForecast:
         self._table.put(self.row, self._base_s, peak)
 
     def renew(self, now_s: float, step_s: float) -> None:
-        """Restart the grid at `now_s`, with this step time (0: unchanged). `settle` must follow."""
+        """Restart the grid at `now_s`. `step_s`: new step time; 0 keeps the known one. The caller
+        must call `settle` afterwards."""
         self._base_s = now_s
         if step_s > 0:
             self._step_s = step_s
@@ -237,7 +239,7 @@ class DecodeForecast:
         self._table.give_back(self.row)
 
     def _count(self, row: int, now_s: float) -> None:
-        """Add the curve of a request without tokens yet. Same result as `_curves` for it."""
+        """Add the curve of a request without generated tokens, with the result of `_curves`."""
         requests = self._requests
         began_s, context, pages, tokens_max = requests.columns[row].tolist()
         key, is_joined = requests.keys[row], requests.is_joined.item(row)
@@ -280,7 +282,8 @@ class DecodeForecast:
         kind = np.array([numbers[key] for key in keys])[:, None]
         began_s, context, pages, tokens_max = self._requests.columns[rows].T[:, :, None]
         is_joined = self._requests.is_joined[rows][:, None]
-        began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))  # late prefills end now
+        # A prefill that should have ended is assumed to end now.
+        began_s = np.where(is_joined, began_s, np.maximum(began_s, now_s))
         tokens = (self._base_s + GRID_S - began_s) / self._step_s
         # A request that should have reached max_tokens is assumed to be at its last token.
         had = np.clip((now_s - began_s) / self._step_s, 0.0, np.maximum(tokens_max - 1, 0.0))
@@ -292,7 +295,6 @@ class DecodeForecast:
         return np.concatenate([means, variances], axis=-1)
 
     def check(self) -> None:
-        """Assert that the sums are those of the rows."""
         for is_joined in (0, 1):
             numbers = self._requests.numbers.values()
             rows = [row for row in numbers if self._requests.is_joined[row] == bool(is_joined)]
@@ -304,12 +306,12 @@ class DecodeForecast:
 
 
 def _odds_of_leaving(alive: Vector) -> Vector:
-    """(1 - p) / p; 0 if p is 0. It is variance / mean^2 of a value present with probability p."""
+    """variance / mean^2 of a value that is present with probability p: (1 - p) / p; 0 if p is 0."""
     return np.divide(1.0 - alive, alive, out=np.zeros_like(alive), where=alive > 0.0)
 
 
 def _height(curves: Vector, kind: npt.NDArray[np.intp], tokens: Vector) -> Vector:
-    """The value of each request's curve at each of its lengths: np.interp for many curves."""
+    """The survival of each request at each of its lengths. `kind`: index of its curve."""
     right = np.clip(np.searchsorted(EDGES, tokens, side="right"), 1, len(EDGES) - 1)
     left_edge = EDGES[right - 1]
     part = np.minimum((tokens - left_edge) / (EDGES[right] - left_edge), 1.0)
@@ -321,7 +323,7 @@ DELAY_S_MIN = 1e-6
 
 
 class ExpectedArrivals:
-    """Counts admitted requests, and estimates how many later ones join until a moment."""
+    """Counts admitted requests, and estimates how many later requests join until a moment."""
 
     def __init__(self, share: float, half_life_s: float) -> None:
         self._share = share

@@ -1,9 +1,9 @@
 """The decode workers in columnar form: the step time with one more request, and room for it.
 
-All columns describe the *reserved* load (decode_batch.py): all requests that decode there or are
-still in prefill. Workers are compared by this load, because a comparison by the current load would
-send a whole burst to one worker. A worker with room beside the reserved load counts as having room.
-The others are checked one by one, by the load that the admission policy predicts (routing.py).
+All columns describe the *reserved* load (decode_batch.py): all requests that decode on the worker
+or are still in prefill. Workers are compared by this load, because a comparison by the current load
+would send a whole burst to one worker. `has_room` checks room beside the reserved load. Workers
+without such room are checked again by the load that the admission policy predicts (routing.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class DecodePool(Pool):
         estimates = [worker.decode_estimate.coefficients for worker in self.workers]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
         self._sequences, self._context_tokens = self._zeros(), self._zeros()
-        # A step with one more request takes (its prompt tokens) x _per_token_s + _step_s.
+        # A step with one more request takes _step_s + _per_token_s x its prompt tokens.
         self._per_token_s, self._step_s = self._zeros(), self._zeros()
-        self._pages_free = self._zeros()  # -1 without a free slot: too few for any request
-        self.rank = self._zeros()  # among equal costs: fewest requests, then longest idle, is first
-        self.least_step_s = 0.0  # least step time in the last call of `costs_s`, in seconds
+        self._pages_free = self._zeros()  # -1 without a free slot, so that no request fits
+        self.rank = self._zeros()  # among equal costs, the least rank is chosen
+        self.least_step_s = 0.0  # least step time that the last call of `costs_s` found
         self.loads = [DecodeLoad(0, 0, 0)] * count  # reserved load of each worker
 
     def refresh(self, worker: WorkerState) -> None:
@@ -35,7 +35,7 @@ class DecodePool(Pool):
             self._set(worker, worker.batch.load_reserved())
 
     def reserve_one(self, worker: WorkerState, context_tokens: int, pages: int) -> None:
-        """Add one routed request. Same result as `refresh`, without reading the batch."""
+        """Add one routed request. The result is that of `refresh`, but the batch is not read."""
         if worker.row >= 0:
             self._set(worker, self.loads[worker.row].plus(1, context_tokens, pages))
 
@@ -59,8 +59,8 @@ class DecodePool(Pool):
         )
 
     def costs_s(self, path: Path, prompt_tokens: int, tokens: int) -> Column:
-        """Seconds per output token at each worker: the step with this request, and the hand-over
-        divided by `tokens`, the expected number of output tokens."""
+        """Seconds per output token at each worker: the time of a step with this request, plus the
+        hand-over time / `tokens`. `tokens`: expected number of output tokens."""
         costs_s = self._per_token_s * prompt_tokens
         costs_s += self._step_s
         self.least_step_s = costs_s.item(costs_s.argmin())
@@ -71,8 +71,7 @@ class DecodePool(Pool):
         return costs_s
 
     def has_room(self, tokens: int) -> Mask:
-        """Mask of the workers with room for one more request of `tokens`, its longest answer
-        included."""
+        """Mask of the workers with room for one more request. `tokens`: prompt and max_tokens."""
         return self._pages_free >= self.blocks(tokens)
 
     def compared(self) -> dict[str, Column]:
@@ -86,7 +85,6 @@ class DecodePool(Pool):
         }
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
-        """Assert that every row matches its worker."""
         super().check(now_s, why_not)
         has_room, step_s = self.has_room(700), self._per_token_s * 500 + self._step_s
         for row, worker in enumerate(self.workers):

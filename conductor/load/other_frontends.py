@@ -1,17 +1,17 @@
-"""Reservations of the requests that other frontends routed, from their notes.
+"""Reservations for requests that other frontends routed, from the notes of these frontends.
 
-A request routed elsewhere is an in-flight request (cluster.py). Its predicted load is reserved at
-its prefill worker, decode worker and sender, and reconciled with worker reports as usual. Two
-things differ:
+A request routed by another frontend is an in-flight request too (cluster.py). Its predicted load is
+reserved at its prefill worker, decode worker and sender, and reconciled with worker reports. It
+differs from a request of this frontend in two ways:
 
-- Its note arrives late. A worker report may have counted the request before, as *unattributed*: a
-  request that the worker has and no reservation explains. The unattributed work is then reduced, so
-  that the request does not count twice.
-- The note of its end may be lost. If a batch of a frontend's notes is missing, the ended requests
-  are unknown. The reservations of all requests of that frontend then become unattributed work,
-  until the next report of each worker, at most half a second later. Notes after the gap count
-  again. The same happens if no batch arrives for frontend_silent_s_max, because the frontend or the
-  directory stopped. A frontend that shuts down sends a last batch.
+- Its note arrives late. A worker report may have counted the request before, as *unattributed* work
+  (work that no reservation explains). The unattributed work is then reduced, so that the request
+  does not count twice.
+- The note of its end may be lost. If a batch of a frontend's notes is missing, it is unknown which
+  requests have ended. All reservations for that frontend then become unattributed work. The next
+  report of each worker, at most half a second later, replaces this work. Notes after the gap are
+  used again. The reservations also become unattributed work if no batch arrives for
+  frontend_silent_s_max, or after the last batch of a frontend that shuts down.
 
 Notes improve decisions, but no decision needs them. Without notes, a decision uses this frontend's
 reservations and the worker reports. A worker that receives more than it can hold refuses requests.
@@ -28,7 +28,7 @@ from conductor.load.cluster import Cluster
 from conductor.messages import Prediction, Request, Route
 from conductor.notes import EndedNote, NoteBatch, PrefilledNote, RoutedNote
 
-SMALL_TENANTS = "\0"  # name for the demand of all tenants that a batch does not name
+SMALL_TENANTS = "\0"  # stands for all tenants that a batch does not name
 FRONTENDS_MAX = 256  # above it, the frontend that was silent for longest is dropped
 
 
@@ -39,18 +39,18 @@ def _digest(frontend: str, key: bytes) -> bytes:
 @dataclass(slots=True)
 class _KnownFrontend:
     name: str
-    number: int  # of its latest batch
+    number: int  # number of its latest batch
     latest_batch_s: float
-    wanted_of: Mapping[str, float] = field(default_factory=dict)  # tenant -> prefill s per s
-    tenants: dict[int, str] = field(default_factory=dict)  # number of a request -> its tenant
+    wanted_of: Mapping[str, float] = field(default_factory=dict)  # tenant -> prefill s per second
+    tenants: dict[int, str] = field(default_factory=dict)  # RoutedNote.number -> tenant
 
     def request_id(self, number: int) -> str:
-        """The id under which this conductor reserves the request with this RoutedNote.number."""
+        """The id of the in-flight request with this RoutedNote.number."""
         return f"{self.name}/{number}"
 
 
 class OtherFrontends:
-    """Reserves the requests of other frontends, as long as their notes arrive without gaps."""
+    """Reserves load for the requests of other frontends, as long as notes arrive without gaps."""
 
     def __init__(self, cluster: Cluster, silence_s_max: float) -> None:
         self._cluster = cluster
@@ -80,13 +80,13 @@ class OtherFrontends:
                 self.wanted_of[tenant] = self.wanted_of.get(tenant, 0.0) + per_s
 
     def turn(self, own: str, key: bytes) -> int:
-        """Position of this frontend in the order in which frontends may act on `key`; 0 is first.
-        All frontends compute the same order, which differs between keys (rendezvous hashing)."""
+        """Position of the frontend `own` in the order in which frontends may act on `key`; 0 is
+        first. All frontends compute the same order. It differs by key (rendezvous hashing)."""
         first = _digest(own, key)
         return sum(_digest(frontend, key) < first for frontend in self._known)
 
     def on_batch(self, batch: NoteBatch, now_s: float) -> bool:
-        """Apply a batch of notes. False if it is ignored, because it is a duplicate or late."""
+        """Apply a batch of notes. False if the batch is ignored as a duplicate or as late."""
         known = self._known.get(batch.frontend)
         if known is None:
             if len(self._known) >= FRONTENDS_MAX:
@@ -105,7 +105,7 @@ class OtherFrontends:
         rest = max(0.0, batch.wanted_per_s - sum(batch.wanted_of.values()))
         known.wanted_of = {**batch.wanted_of, SMALL_TENANTS: rest}
         self._sum_wanted()
-        offset_s = now_s - batch.sent_s  # sender's clock to this one; assumes no delay
+        offset_s = now_s - batch.sent_s  # from the sender's clock to this one, assuming no delay
         for routed in batch.routed:
             self._routed(known, routed, offset_s, now_s)
         for prefilled in batch.prefilled:
@@ -198,7 +198,7 @@ class OtherFrontends:
         known.tenants.clear()
 
     def _forget_tenants(self, tenants: Iterable[str]) -> None:
-        """Count the requests of these tenants as ended."""
+        """Count one request of each of these tenants as ended."""
         for tenant in tenants:
             self._in_flight_of[tenant] -= 1
             if not self._in_flight_of[tenant]:
@@ -209,7 +209,7 @@ class OtherFrontends:
         elsewhere = {name for name, routed in in_flight.items() if routed.is_elsewhere}
         known = self._known.values()
         announced = {each.request_id(number) for each in known for number in each.tenants}
-        # A request older than request_s_max leaves the cluster, but stays in `tenants`.
+        # A request older than request_s_max leaves the cluster but stays in `tenants`.
         assert elsewhere <= announced, "a request of an unknown frontend is reserved"
         tenants = Counter(tenant for each in known for tenant in each.tenants.values())
         assert self._in_flight_of == tenants, "in-flight requests of tenants are miscounted"

@@ -1,11 +1,11 @@
 """Pipeline groups: which prefill workers are the stages of one pipeline.
 
-Each stage of a group has a share of the model's layers. Only stage 0 is called, has the queue and
-the reservations, and is a candidate of a decision. The other stages are tracked because a group
-takes no requests while a stage is missing, silent or draining, and because the estimate of the
-group needs the speed of each stage.
+Each stage of a group has a share of the model's layers. Requests are routed only to stage 0, which
+has the queue and the reservations of the group. The other stages are tracked for two reasons. A
+group takes no requests while one of its stages is missing, silent or draining. The estimate of the
+group needs the coefficients of each stage.
 
-A group is complete if each of its stages is registered once, and if all have the same number of
+A group is complete if each of its stages is registered once, and if all report the same number of
 stages and the same fingerprint (of model and KV layout). Otherwise stage 0 takes no requests, and
 `WorkerState.broken` has the reason.
 """
@@ -22,7 +22,7 @@ from mooncake_store.records.membership import WorkerInfo
 
 
 def form_groups(workers: Iterable[WorkerState], config: ConductorConfig) -> None:
-    """Set the stages and estimate of each stage 0. `workers`: one incarnation of each name."""
+    """Set stages and estimate of each stage 0. `workers`: the newest incarnation of each name."""
     groups: dict[str, dict[int, list[WorkerState]]] = {}
     for worker in workers:
         worker.leave_group()

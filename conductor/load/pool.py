@@ -1,15 +1,15 @@
 """All workers of one role in columnar form: one row per worker, one array per value.
 
-A decision compares all workers. A Python object costs microseconds per worker, and an array
+A decision compares all workers. Reading an object costs microseconds per worker, and an array
 operation costs about one microsecond for all workers. The values that decisions read are therefore
 kept as arrays beside the objects (worker.py). Only a pool writes its arrays, after each change of a
-worker. A value that changes with time is stored as the moment at which it ends, so a row is valid
-until its worker changes. `check` compares every row with its object.
+worker. A remaining time is stored as the moment at which it ends, so a row is valid until its
+worker changes. `check` compares every row with its object.
 
 Two columns are cached, because computing them would cost as much as the decision:
 
-    takers   the workers that take requests; recomputed when a state changes or a time limit ends
-    ratio    speed ratios, which decay; recomputed with every tick, and for a measured worker
+    takers   which workers take requests; recomputed after a change and when a time limit ends
+    ratio    speed ratios, which decay; recomputed on each tick and after a measurement
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-RATIO_FRESH_S = 2.0  # age at which ratios are recomputed; in this time they decay 4.5 % towards 1
-REQUESTS_RANK = 2.0**40  # weight of one request in a rank; above the number of any routing
+RATIO_FRESH_S = 2.0  # seconds after which ratios are recomputed; their sums decay 4.5 % in it
+# Rank of a worker = its requests x REQUESTS_RANK + the number of the last request routed to it.
+REQUESTS_RANK = 2.0**40
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Transfer times from one node to each worker of the pool: latency + blocks * block_s."""
+    """Transfer times from one node to each worker of the pool: latency_s + blocks * block_s."""
 
     both: npt.NDArray[np.float64]  # matrix whose two rows are block_s and latency_s
     block_s: Column
     latency_s: Column
-    own: Sequence[int]  # rows of the workers on that node; they rank as if with one request less
-    address: int  # of the data of `both`
+    own: Sequence[int]  # rows of the workers on that node, which win ties (routing.py)
+    address: int  # address of the data of `both`
 
 
 class Pool:
@@ -61,15 +62,15 @@ class Pool:
         is_in: Callable[[WorkerState], bool],
         tokens_max: Callable[[WorkerInfo], int],
     ) -> None:
-        """Build the columns. `is_in`: whether a worker's node is up, and the worker is the newest
-        incarnation. `tokens_max`: most tokens of one request that the empty worker can hold."""
+        """Build the columns. `is_in`: as `Cluster._is_in`. `tokens_max`: most tokens of one request
+        that the empty worker can hold."""
         self.version += 1
         infos = [worker.info for worker in workers]
         for row, worker in enumerate(workers):
             worker.row = row
         self.workers = list(workers)
         self.rows = np.arange(len(workers))
-        # Constants, which must not be written. Decisions compare them by identity.
+        # Constants. Nothing may write to these arrays, and decisions compare them by identity.
         self.zeros, self.none = self._zeros(), np.zeros(len(workers), np.int64)
         self.zeros_address, self.nowhere = self.zeros.ctypes.data, np.full(len(workers), -1)
         self.node_ids = [info.node_id for info in infos]
@@ -92,7 +93,7 @@ class Pool:
             self._rows_on.setdefault(node_id, []).append(row)
         self._infos = infos
         self._bound_paths([worker.paths for worker in workers])
-        # Workers without any request so far rank before all others, in the order of their names.
+        # Workers that never got a request rank before all others, in the order of their names.
         by_name = sorted(range(len(infos)), key=lambda row: infos[row].worker_id)
         self._unrouted = [0.0] * len(infos)
         for order, row in enumerate(by_name):
@@ -116,7 +117,7 @@ class Pool:
         latencies_s = {latency_s for paths in measured for latency_s in paths.latencies_s}
         self._has_rates, self._has_latencies = bool(rates), bool(latencies_s)
         self.paths_differ = len(rates) > 1 or len(latencies_s) > 1
-        # Lower bounds of the time of one block, from the worker's own node and from another one.
+        # Lower bounds of the transfer time of one block, from its own node and from another node.
         config = self.config
         own_rate = max([paths.own_rate for paths in measured], default=0.0)
         far_rate = max([paths.far_rate_max for paths in measured], default=0.0)
@@ -189,19 +190,20 @@ class Pool:
             ends = np.concatenate(
                 (expires_s[self._takers], self._failed_s[is_failed] + config.failed_mark_s)
             )
-            # The masks compare differences, and these sums round differently. The masks are
-            # therefore recomputed slightly early.
+            # `ends` has sums where the masks compare differences, which round differently. The
+            # masks are therefore recomputed slightly early.
             self._takers_until_s = float(ends.min(initial=math.inf)) - 1e-6
         return self._takers
 
     def count(self, mask: Mask) -> int:
-        """Number of workers in the mask. The last count is cached, since masks often repeat."""
+        """Number of workers in the mask. The last count is cached, since calls repeat a mask."""
         if mask is not self._counted[0]:
             self._counted = (mask, int(np.count_nonzero(mask)), mask.astype(np.float64))
         return self._counted[1]
 
     def mean(self, column: Column, mask: Mask) -> float:
-        """Mean over the mask's workers (at least one). Summed in order: same bits in any numpy."""
+        """Mean over the workers of the mask, summed in order to be equal in all versions of numpy.
+        The mask has at least one worker."""
         count = self.count(mask)
         return float(np.add.accumulate(column * self._counted[2])[-1]) / count
 
@@ -216,23 +218,21 @@ class Pool:
         return takers
 
     def path(self, node_id: str) -> Path:
-        """Transfer times from this node, as each worker measured them, else as configured."""
+        """Transfer times from this node, as each worker measured them, or else as configured."""
         found = self._paths.get(node_id)
         if found is None:
             found = self._paths[node_id] = self._new_path(node_id)
         return found
 
     def blocks(self, tokens: int) -> float | Column:
-        """Blocks that these tokens touch at each worker; one number if all block sizes are
-        equal."""
+        """Number of blocks of these tokens at each worker. A single number if all are equal."""
         if self.block_tokens:
             return float(-(-tokens // self.block_tokens))
         found: Column = np.ceil(tokens / self.block_tokens_of)
         return found
 
     def paths_s_least(self, tokens: int) -> tuple[float, float]:
-        """Lower bounds of the transfer of a prompt to any worker: from its own node, and from
-        another node."""
+        """Lower bounds of a prompt's transfer time: from a worker's own node, from another node."""
         blocks = -(-tokens // self.block_tokens_max)
         far_s = blocks * self._far_block_s_least + self._latency_s_least
         return blocks * self._own_block_s_least, far_s
@@ -258,21 +258,21 @@ class Pool:
             measured_s = np.array(found)
             np.copyto(latency_s, measured_s, where=~np.isnan(measured_s))
         for row in own:
-            latency_s[row] = 0.0  # memory of its own node is mapped
+            latency_s[row] = 0.0  # a worker maps the memory of its own node
         return Path(both, block_s, latency_s, own, both.ctypes.data)
 
     def prepare(self, node_ids: Iterable[str], count_max: int) -> None:
-        """Compute missing paths before a decision needs them, at most `count_max`."""
+        """Compute at most `count_max` missing paths before a decision needs them."""
         missing = (node_id for node_id in node_ids if node_id not in self._paths)
         for node_id in islice(missing, count_max):
             self._paths[node_id] = self._new_path(node_id)
 
     def routed(self, worker: WorkerState) -> float:
-        """Rank of the worker by its last routing; a worker without one, or long idle, is first."""
+        """The last part of a rank: the number of the last request routed to the worker. Negative
+        if there is none, so that such workers come first."""
         return float(worker.routed_at) or self._unrouted[worker.row]
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
-        """Assert that every row matches its worker."""
         takers = self.takers(now_s)
         self.look(now_s)
         for row, worker in enumerate(self.workers):

@@ -5,13 +5,14 @@ The formulas are those of estimates.py and prefill_queue.py, for all workers at 
 
     base + new * (per_token + per_token_pair / 2 * (tokens + cached))
 
-A pipeline group needs its `fill_s` in addition, which does not delay the next prompts.
+A pipeline group takes `fill_s` in addition (pipeline.py), which does not delay the next prompts.
 
-The *head* of a queue is the prompt that is being computed. The prompts behind it are stored in two
-padded matrices with a column for each worker. `keys` has their order keys in ascending order, and
-`work` has the sum of the work up to each of them. The number of order keys that are not greater is
-the queue position of a request, and `work` at this position is its wait behind the head. A request
-whose order key is above all keys so far is last at every worker, and needs no counting.
+The *head* of a queue is the prompt that is being computed. The prompts after the head are stored in
+two padded matrices with a column for each worker. `_keys_s` has their order keys in ascending
+order, and `_work_s` the sum of the work up to each of them. The queue position of a new request is
+the number of order keys that are at most its own. `_work_s` at this position is the work between
+the head and the request. A request whose order key is above all known keys is last at every worker,
+and needs no counting.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from conductor.queue_order import QueueOrder
 Matrix = npt.NDArray[np.float64]
 
 POSITIONS_MIN = 8  # rows of the matrices; they grow to the longest queue so far
-FEW_POSITIONS = 4  # up to this length a loop over the rows is faster than the matrix
+FEW_POSITIONS = 4  # up to this queue length, a loop over the rows is faster than the matrix
 
 
 class Queues(NamedTuple):
@@ -39,14 +40,15 @@ class Queues(NamedTuple):
     now_s: float
     busy_s: Column  # unattributed work and remaining work of the head, at the calibrated speed
     queue_s: Column  # all predicted work, at the measured speed
-    order: QueueOrder  # gives the request its order key
+    order: QueueOrder  # computes the order key of a request
 
 
 class QueuePosition(NamedTuple):
     """The queue position of a request at each worker."""
 
     wait_s: Column  # queued work that runs before the request
-    # Number of requests that the request overtakes (a mask if at most one). Zeros: not requested.
+    # Number of requests that the request overtakes; a mask if that is at most one everywhere.
+    # Zeros if the caller did not ask for it.
     behind: Counts | Mask
 
 
@@ -55,7 +57,7 @@ class PrefillPool(Pool):
         pipelines = [worker.pipeline for worker in self.workers]
         estimates = [pipeline.slowest.coefficients for pipeline in pipelines]
         self._coefficients = np.array(estimates, np.float64).reshape(count, 3)
-        # Coefficients of the pipeline stages after the slowest one, for pipeline groups.
+        # Sums of the coefficients of all pipeline stages except the slowest one.
         others = [pipeline.others.coefficients for pipeline in pipelines]
         self._others = np.array(others, np.float64).reshape(count, 3)
         self._hops_s = np.array([pipeline.hops_s for pipeline in pipelines])
@@ -69,14 +71,14 @@ class PrefillPool(Pool):
         self._set_matrices(
             np.full((POSITIONS_MIN, count), math.inf), np.zeros((POSITIONS_MIN + 1, count))
         )
-        # Columns of equal elements, because arithmetic with scalars is slower.
+        # Columns of equal elements, because numpy's arithmetic with scalars is slower.
         self._counts, self._now_s = np.full(count, count, np.int64), self._zeros()
         self._stretch = np.full(count, self.order.stretch)
         self._wait_s_max = np.full(count, self.order.wait_s_max)
-        # Upper bounds of the values in the rows; they never decrease.
+        # Upper bounds of all order keys and of `_unattributed_until_s`; they never decrease.
         self._key_s_max = self._unattributed_until_s_max = -math.inf
-        self.rank = self._zeros()  # among equal costs: fewest requests, then longest idle, is first
-        self.has_room = np.zeros(count, bool)  # the queue is below its bound
+        self.rank = self._zeros()  # among equal costs, the least rank is chosen
+        self.has_room = np.zeros(count, bool)  # the queue has fewer than slots_max requests
         self.full = count  # number of workers without room
         self._slots_max = [worker.info.slots_max for worker in self.workers]
         infos = [worker.info for worker in self.workers]
@@ -113,7 +115,7 @@ class PrefillPool(Pool):
         self._half_step_s[worker.row] = worker.queue.step_s / 2
 
     def _set_positions(self, row: int, waiting: list[tuple[float, float]], before: int) -> None:
-        """Store the reservations behind the head; `before` is their previous number."""
+        """Store the reservations after the head. `before`: their number in the last call."""
         length = len(waiting)
         if length > len(self._keys_s):
             self._grow(length)
@@ -135,7 +137,7 @@ class PrefillPool(Pool):
         )
 
     def _set_matrices(self, keys_s: Matrix, work_s: Matrix) -> None:
-        """`work_s` has one more row at the start: zero work before the first position."""
+        """`work_s` has one more row than `keys_s`: row 0 is the zero work before position 0."""
         self.version += 1
         self._keys_s, self._work_s = keys_s, work_s
         self._key_rows_s, self._work_rows_s = list(keys_s), list(work_s[1:])
@@ -157,7 +159,8 @@ class PrefillPool(Pool):
         return found_s
 
     def fill_s(self, tokens: int, cached: int | Column) -> Column:
-        """The part of `prefill_s` after the slowest stage of a pipeline group has ended, else 0."""
+        """The part of `prefill_s` after the slowest stage of a pipeline group has ended. 0 for
+        workers outside of pipeline groups."""
         if not self.has_groups:
             return self.zeros
         last = np.minimum(tokens - cached, self._chunk_tokens)
@@ -168,14 +171,14 @@ class PrefillPool(Pool):
         return found_s
 
     def beside_s(self, tokens: int, prefill_s: Column, is_in_memory: Mask) -> Column:
-        """The part of `prefill_s` that overlaps with the loading of the prefix. Only prompts with
-        layer-wise prefill whose prefix is in DRAM have such a part."""
+        """The part of `prefill_s` that overlaps with the loading of the prefix. Zero without
+        layer-wise prefill, and if the prefix is not in DRAM."""
         share = self._beside_share * (self._beside_from_tokens < tokens)
         share *= is_in_memory
         return share * prefill_s
 
     def queues(self, now_s: float, order: QueueOrder) -> Queues:
-        """The queued work at `now_s`. Valid until the next change of a queue."""
+        """The queued work at `now_s`. The result is valid until a queue changes."""
         self._now_s.fill(now_s)
         busy_s = self._busy_until_s - self._now_s
         np.maximum(busy_s, self.zeros, busy_s)
@@ -225,7 +228,8 @@ class PrefillPool(Pool):
         return count
 
     def _ahead(self, keys_s: Column, longest: int, counts_behind: bool) -> tuple[Column, Counts]:
-        """Of the reservations behind the head: (work of those before `keys_s`, number after it)."""
+        """Of the reservations after the head: the work of those with an order key up to `keys_s`,
+        and the number of the others."""
         if longest <= FEW_POSITIONS:
             work_s, behind = self.zeros.copy(), self.none
             if counts_behind:
@@ -269,7 +273,6 @@ class PrefillPool(Pool):
         }
 
     def check(self, now_s: float, why_not: Callable[[WorkerState, float], str]) -> None:
-        """Assert that every row matches its worker."""
         super().check(now_s, why_not)
         close = math.isclose
         assert self.full == len(self.workers) - np.count_nonzero(self.has_room)

@@ -1,32 +1,32 @@
 """Predicted work of one prefill worker: reservations reconciled with worker reports.
 
-The conductor has two sources. Its own routing decisions are exact and immediate: one *reservation*
-per request, with its cached prefix and its order key (queue_order.py). The worker's report has the
-remaining work and the work of other frontends, but arrives late. Both are combined so that no work
-counts twice and no value falls below zero:
+The queue is predicted from two sources. A *reservation* for each routed request, with its cached
+prefix and its order key (queue_order.py), is made at once. A report of the worker has the remaining
+work and the work of other frontends, but arrives late. Both are combined so that no work counts
+twice and no value falls below zero:
 
 - A report *confirms* a reservation that is at least report_lag_s older than the report. Other
   reservations keep their predictions.
-- If the report has fewer requests than there are confirmed reservations, the first reservations in
-  the order of their keys are done. If the report has fewer tokens than the other confirmed
-  reservations, these shrink in the same order.
-- If the report has more tokens than predicted, no reservation changes, because a worker counts a
-  prompt as uncached until its lookup.
+- If the report has fewer requests than there are confirmed reservations, the difference is taken as
+  done, in the order of keys. If the remaining confirmed reservations have more tokens than the
+  report, their tokens are reduced in the same order.
+- If the report has more tokens than predicted, no reservation changes. The reason is that a worker
+  counts a prompt as uncached until it has looked up the prefix.
 - If the report has more requests than there are reservations, the surplus is *unattributed*: from
-  another frontend, or from before a restart of the conductor. Unattributed requests have the tokens
+  another frontend, or from before a restart of the conductor. Unattributed requests get the tokens
   that the reservations do not account for. Their order keys are unknown, so they count as first.
 
 The *head* is the reservation that is being computed. With `preempts`, a request of smaller order
 key overtakes the head between two chunks, and the head keeps its computed chunks. Without
-`preempts`, the worker finishes a prompt that has begun. Between reports only unattributed work and
-then the head shrink with time, not below zero. A head that takes longer than predicted thus does
-not shorten the work behind it.
+`preempts`, the worker finishes a prompt that has begun. Between two reports, unattributed work
+shrinks with time, and then the head does, down to zero. A head that takes longer than predicted
+does not reduce the predicted work of later reservations.
 
-The work of a pipeline group is that of its slowest stage. The next prompt begins while later stages
-compute the last chunk of a prompt (estimates/pipeline.py).
+The work of a pipeline group is that of its slowest stage, because the next prompt begins while the
+other stages compute the last chunk of a prompt (estimates/pipeline.py).
 
-The wait of a request ignores requests that arrive later and overtake it, since their number is
-unknown. Only requests that arrive within queue_wait_s_max can overtake it.
+The predicted wait ignores requests that arrive later and overtake, since their number is unknown.
+A request can be overtaken only by requests that arrive within queue_wait_s_max after it.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ class PrefillReservation:
     new_tokens: int  # to compute, > 0
     reserved_at_s: float
     remaining_s: float  # predicted seconds left, >= 0
-    done_tokens: int = 0  # computed; kept_tokens <= done_tokens <= new_tokens
-    kept_tokens: int = 0  # computed before another request overtook this one, >= 0
+    done_tokens: int = 0  # computed tokens; kept_tokens <= done_tokens <= new_tokens
+    kept_tokens: int = 0  # tokens computed before another request overtook this one, >= 0
 
 
 class PrefillQueue:
     """Unattributed work, then the head, then the other reservations in the order of their keys."""
 
     def __init__(self, estimate: PipelineEstimate, now_s: float, preempts: bool = False) -> None:
-        # Replaced when its pipeline group changes; reservations keep seconds until the next report.
+        # A change of the pipeline group replaces it. The next report recomputes remaining_s.
         self.estimate = estimate
         self._preempts = preempts
         self._reservations: dict[str, PrefillReservation] = {}
         self._ordered: list[PrefillReservation] = []  # the head, then the others by order key
-        self._unattributed_s = 0.0  # seconds of work left at `_as_of_s`, >= 0
+        self._unattributed_s = 0.0  # seconds of unattributed work left at `_as_of_s`, >= 0
         self._unattributed_requests = 0
         self._as_of_s = now_s
-        self._head_since_s = now_s  # when the head began to run
-        self.step_s = 0.0  # recent mean step time in seconds; a step cannot be interrupted
+        self._head_since_s = now_s  # time up to which `remaining_s` of the head is reduced
+        self.step_s = 0.0  # recent mean time in seconds of a step, which cannot be interrupted
 
     def __len__(self) -> int:
         return len(self._reservations)
@@ -101,11 +101,11 @@ class PrefillQueue:
     def _is_ahead_of_head(self, key_s: float) -> bool:
         return self._preempts and bool(self._ordered) and key_s < self._ordered[0].key_s
 
-    # The columns of prefill_pool.py hold moments instead of durations, so they stay valid.
+    # The columns of prefill_pool.py hold moments, because durations would change with time.
 
     def moments(self) -> tuple[float, float, float, float]:
-        """Four values: the end of unattributed work; the end of the head, if nothing overtakes it;
-        the order key below which a request overtakes the head; the highest order key."""
+        """The end of unattributed work; the end of the head if no request overtakes it; the order
+        key below which a request overtakes the head; the order key of the last reservation."""
         unattributed_until_s = self._as_of_s + self._unattributed_s
         if not self._ordered:
             return unattributed_until_s, unattributed_until_s, -math.inf, -math.inf
@@ -115,11 +115,11 @@ class PrefillQueue:
         return unattributed_until_s, busy_until_s, head_key_s, self._ordered[-1].key_s
 
     def positions(self) -> list[tuple[float, float]]:
-        """(order key, remaining seconds) of each reservation behind the head, in order."""
+        """(order key, remaining seconds) of each reservation after the head, in order."""
         return [(work.key_s, work.remaining_s) for work in self._ordered[1:]]
 
     def _settle(self, now_s: float) -> None:
-        """Subtract the elapsed time from the work, before another change."""
+        """Subtract the time since the last change from the predicted work."""
         if self._ordered:
             head = self._ordered[0]
             head.remaining_s = max(0.0, head.remaining_s - self._head_elapsed_s(now_s))
@@ -127,7 +127,7 @@ class PrefillQueue:
         self._as_of_s = self._head_since_s = now_s
 
     def _head_elapsed_s(self, now_s: float) -> float:
-        """Seconds for which the head has run. It starts after unattributed work."""
+        """Seconds for which the head has run. The head starts after unattributed work."""
         began_s = max(self._head_since_s, self._as_of_s + self._unattributed_s)
         return max(0.0, now_s - began_s)
 
@@ -139,7 +139,7 @@ class PrefillQueue:
         now_s: float,
         key_s: float | None = None,
     ) -> None:
-        """Add a routed request. `key_s`: order key; None: first come, first served."""
+        """Add a routed request. `key_s`: order key; None for first come, first served."""
         assert request_id not in self._reservations, f"{request_id} is reserved already"
         assert new_tokens > 0 and prefix_tokens >= 0, (new_tokens, prefix_tokens)
         seconds = self.estimate.work_s(new_tokens, prefix_tokens)
@@ -158,7 +158,7 @@ class PrefillQueue:
 
     @property
     def _pinned(self) -> int:
-        """The first queue index at which a request with a small order key may be inserted."""
+        """The first queue index at which a reservation may be inserted."""
         return 0 if self._preempts else 1
 
     def _keep_computed_chunks(self) -> None:
@@ -182,7 +182,7 @@ class PrefillQueue:
         return True
 
     def attribute(self, now_s: float) -> None:
-        """Remove one unattributed request, which the last report counted and is reserved now."""
+        """Remove one unattributed request, because it is reserved now."""
         if self._unattributed_requests:
             self._settle(now_s)
             self._unattributed_s *= 1.0 - 1.0 / self._unattributed_requests
@@ -201,7 +201,7 @@ class PrefillQueue:
     ) -> None:
         """Reconcile the reservations with the worker's own counts.
 
-        `requests`: waiting or running at the worker; `queue_tokens`: their tokens not yet computed.
+        `requests`: number waiting or running; `queue_tokens`: tokens that they have to compute.
         """
         self._settle(now_s)
         confirmed = [c for c in self._ordered if c.reserved_at_s <= now_s - report_lag_s]
@@ -219,7 +219,7 @@ class PrefillQueue:
             )
         self._unattributed_requests = max(0, requests - len(self._reservations))
         self._unattributed_s = 0.0
-        if self._unattributed_requests:  # equal lengths assumed: a report gives only sums
+        if self._unattributed_requests:  # equal lengths are assumed, as a report has only sums
             ours = sum(work.prefix_tokens + work.new_tokens for work in self._ordered)
             each = max(0, queue_tokens - ours) / self._unattributed_requests
             self._unattributed_s = self._unattributed_requests * self.estimate.work_s(each, 0)

@@ -1,17 +1,17 @@
-"""One worker in the conductor's state: its reports, its reservations, its speed, its warm-up.
+"""One worker in the conductor's state: reports, reservations, speed and warm-up.
 
-**Warm-up (slow start).** A worker that joins a running cluster receives its share gradually. A new
-worker is idle, so the predictions alone would send it every request until its queue is as long as
-the others. But its coefficients were measured without load, and its caches are cold. If it is slow,
-a whole queue of requests would be delayed. For `slow_start_s` after the worker joined, its
-predicted work therefore counts as longer, by a factor that falls to 1:
+**Warm-up (slow start).** A worker that joins a running cluster gets requests gradually. A new
+worker is idle, so the predictions alone would route every request to it until its queue is as long
+as the others. Its coefficients were measured without load, and its caches are cold. If it is slower
+than predicted, a whole queue of requests would be delayed. For `slow_start_s` after a worker
+joined, its work therefore counts as longer, by a factor that falls to 1:
 
     warm_up = 1 - age / slow_start_s                       1 when it joins, 0 from slow_start_s on
-    cost    = cost + warm_up x SLOWER x (wait + prefill)   only to choose a worker
+    cost    = cost + warm_up x SLOWER x (wait + prefill)   only for the choice of a worker
 
-Shown predictions and admission do not include the warm-up. The budget for copies of hot prefixes to
-a new node grows in the same way (`budget`, hotspots.py). A worker is in warm-up only if another
-worker of its role, which can take its share, joined at least `slow_start_s` earlier.
+The predictions in a Route and admission do not include the warm-up. The budget of copies of hot
+prefixes to a new node grows in the same way (`budget`, replication/hotspots.py). A worker is in
+warm-up only if another worker of its role joined at least `slow_start_s` earlier.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from conductor.load.prefill_queue import PrefillQueue
 from conductor.messages import WorkerRef
 from mooncake_store.records.membership import WorkerInfo, WorkerReport
 
-SLOWER = 3.0  # the cost factor is 1 + SLOWER at first: the largest ratio of SpeedRatio
-BUDGET_LEAST = 0.125  # least share of the copy budget, when a node joins
+SLOWER = 3.0  # the first cost factor, 1 + SLOWER, is the largest ratio of SpeedRatio
+BUDGET_LEAST = 0.125  # least share of the copy budget, for a node that joins
 
 
 def warm_up(joined_s: float, now_s: float, slow_start_s: float) -> float:
@@ -46,21 +46,20 @@ def budget(whole: int, warm_up: float) -> int:
 
 
 WorkerKey = tuple[str, str]  # (worker_id, incarnation)
-PREFILLS_KEPT = 256  # recent finished prefills, whose time is subtracted from that of longer ones
+PREFILLS_KEPT = 256  # finished prefills kept to correct the time of overlapping ones (prefilled)
 
 
 class MeasuredPaths(NamedTuple):
     """Summary of the transfers that a worker measured; rates in bytes per second."""
 
-    # The next two are (minimum, maximum), which show whether values differ; () without any.
-    rates: tuple[float, ...]
-    latencies_s: tuple[float, ...]  # from other nodes
-    own_rate: float  # from its own node; 0: not measured
-    far_rate_max: float  # highest rate from another node; 0: none measured
+    rates: tuple[float, ...]  # (minimum, maximum); () if no rate was measured
+    latencies_s: tuple[float, ...]  # (minimum, maximum) from other nodes; () if not measured
+    own_rate: float  # rate from the worker's own node; 0 if not measured
+    far_rate_max: float  # highest rate from another node; 0 if not measured
 
     @classmethod
     def of(cls, info: WorkerInfo) -> MeasuredPaths:
-        """To be computed once, because a worker in a large cluster measures a thousand nodes."""
+        """Called once per worker, because a worker of a large cluster measures 1,000 nodes."""
         measured, latencies_s = info.transfer_bytes_per_s, info.transfer_latency_s
         rates = measured.values()
         far = [rate for node_id, rate in measured.items() if node_id != info.node_id]
@@ -83,20 +82,21 @@ class WorkerState:
         )
         self.key: WorkerKey = (info.worker_id, info.incarnation)
         self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)
-        # Estimate of its own layers, until it leads a complete pipeline group (pipeline_groups.py).
+        # The estimate of its own layers, or of the pipeline group of which it is stage 0.
         self.pipeline = PipelineEstimate.of((PrefillEstimate.of(info.prefill_coefficients),))
         self.queue = PrefillQueue(self.pipeline, now_s, preempts)
         self.batch = DecodeBatch()
         self.speed = SpeedRatio()
-        self.joined_s = self.reported_at_s = now_s  # registration counts as the first report
+        self.joined_s = self.reported_at_s = now_s  # the registration counts as a report
         self.is_draining = self.is_unreached = False
         self.failed_at_s: float | None = None
-        self.stages: tuple[WorkerState, ...] = (self,)  # pipeline stages in order, itself first
-        self.leader = self  # stage 0 of its pipeline group
-        self.broken = ""  # why its pipeline group takes no requests; "" if complete
-        self._prefills: deque[tuple[float, float]] = deque(maxlen=PREFILLS_KEPT)  # end, seconds
-        self.routed_at = 0  # number of the last request routed here; 0: none
-        self.row = -1  # row in the pool of its role; -1: not in a pool
+        # All stages of its pipeline group, if this worker is stage 0 of a complete group.
+        self.stages: tuple[WorkerState, ...] = (self,)
+        self.leader = self  # stage 0 of its complete pipeline group; else the worker itself
+        self.broken = ""  # reason why its pipeline group is incomplete; "" if it is complete
+        self._prefills: deque[tuple[float, float]] = deque(maxlen=PREFILLS_KEPT)  # (end, seconds)
+        self.routed_at = 0  # number of the last request routed to this worker; 0 if none
+        self.row = -1  # its row in the pool of its role; -1 if it is in no pool
 
     def leave_group(self) -> None:
         """Reset to a worker outside any pipeline group, but keep the estimate (`pipeline`)."""
@@ -115,12 +115,12 @@ class WorkerState:
 
     @property
     def is_follower(self) -> bool:
-        """True for a later pipeline stage, which is no candidate, since only stage 0 is called."""
+        """True for the pipeline stages after stage 0. Requests are routed only to stage 0."""
         return not self.info.is_called
 
     @property
     def oldest_report_s(self) -> float:
-        """The time of the oldest of the latest reports of its pipeline stages."""
+        """The time of the latest report of the pipeline stage that is silent for longest."""
         return min(stage.reported_at_s for stage in self.stages)
 
     @property
@@ -129,7 +129,7 @@ class WorkerState:
 
     @property
     def last_failed_s(self) -> float:
-        """The time of the latest failed call to its pipeline stages; minus infinity: none."""
+        """The time of the latest failed call to one of its stages; minus infinity if none."""
         failures_s = (stage.failed_at_s for stage in self.stages)
         return max((at_s for at_s in failures_s if at_s is not None), default=-math.inf)
 
@@ -141,7 +141,7 @@ class WorkerState:
         if self.is_follower:
             return  # stage 0 reports the load of the group
         if self.info.role == "prefill":
-            requests = max(report.queue_requests, report.running)  # running ones count too
+            requests = max(report.queue_requests, report.running)
             self.queue.on_report(report.queue_tokens, requests, now_s, config.report_lag_s)
             self.queue.step_s = report.step_s
             return
@@ -155,9 +155,9 @@ class WorkerState:
     ) -> None:
         """Learn the speed from a finished prefill. Each prompt of a shared step reports the seconds
         of the whole step, and a prompt may be overtaken between two chunks. The time of prefills
-        that ended since `began_s` is therefore subtracted. `fill_s`: estimated time of the later
-        stages of a pipeline group. It does not count for a prompt computed directly after another
-        one, whose own fill time overlaps with this computation."""
+        that ended after `began_s` is therefore subtracted. `fill_s`: estimated fill time of a
+        pipeline group (pipeline.py). It is not added for a prompt directly after another one,
+        because it overlaps with the fill time of the earlier prompt."""
         free_s = now_s - began_s
         for ended_s, its_s in reversed(self._prefills):
             if ended_s <= began_s:

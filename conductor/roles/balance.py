@@ -1,17 +1,16 @@
 """Role balance: the demand and the workers of both pools, as input of the role controller.
 
-The demand is the number of fully used workers of each role that would keep both service levels. It
-is in workers of the existing pool, so that the roles can be compared:
+The demand is the number of fully used workers of each role that would keep both service levels:
 
     prefill   seconds of prefill requested per second
-              + queued seconds / the TTFT limit: the queue should drain within that time
+              + queued seconds / the TTFT limit, so that the queue drains within the limit
     decode    the greater of present and requested
-              present    sum over workers of batch / the largest batch that keeps the TBT limit
-              requested  answers per second x mean tokens x step / that largest batch
+              present    sum over workers of batch / largest batch
+              requested  requests per second x mean output tokens x step time / largest batch
 
-Slots and pages bound the largest batch too. The present load has the true lengths of answers. The
-requested load reacts earlier, before the prompts in a prefill queue reach decode. Rates are decayed
-sums that start at zero, so a few prompts after a start count little.
+The largest batch is bounded by the TBT limit, slots and pages. The present load has the true
+lengths of answers. The requested load reacts earlier, because it includes the prompts in prefill
+queues. Rates are decayed sums that start at zero, so a few prompts after a start count little.
 
 Requests that this frontend rejected for load count, because one more worker would serve them.
 Rejections of other frontends are unknown.
@@ -32,8 +31,8 @@ from conductor.notes import NoteBatch
 from conductor.roles.controller import ROLES, RoleController, RolePool
 from mooncake_store.layout import blocks_touched
 
-# Longer than several of the longest prompts, which take seconds each. Shorter than a change of the
-# load that is worth a flip, which takes minutes.
+# Longer than the prefill of several long prompts, which take seconds each. Shorter than the changes
+# of load that are worth a flip, which take minutes.
 HALF_LIFE_S = 15.0
 
 
@@ -49,7 +48,7 @@ class RoleDemand:
     def asked(
         self, prefill_s: float, prompt_tokens: int, decode: WorkerState, now_s: float
     ) -> None:
-        """Count a request with this predicted prefill time, which `decode` would decode."""
+        """Count a request with this predicted prefill time. `decode`: its best decode worker."""
         self._rescale(now_s)
         weight = self._decay.weight(now_s)
         self._prefill_s += weight * prefill_s
@@ -73,13 +72,12 @@ class RoleDemand:
         return amount / self._decay.weight(now_s) / (HALF_LIFE_S / math.log(2.0))
 
     def _token_s(self, worker: WorkerState, prompt_tokens: int) -> float:
-        """Seconds of a worker for one token, in its largest batch of prompts of this length."""
+        """Step time / sequences, in the worker's largest batch of requests with this context."""
         batch = self._largest_batch(worker, prompt_tokens)
         return worker.decode_estimate.step_s(batch, batch * prompt_tokens) / batch
 
     def _largest_batch(self, worker: WorkerState, prompt_tokens: float) -> float:
-        """Largest batch of requests with this context that keeps the TBT limit and fits the
-        worker."""
+        """Largest batch of requests with this context that keeps the TBT limit and has room."""
         estimate, info = worker.decode_estimate, worker.info
         share_s = estimate.per_sequence_s + estimate.per_context_token_s * prompt_tokens
         left_s = self._config.tbt_slo_s - estimate.base_s
@@ -106,7 +104,7 @@ class RoleDemand:
         assert min(*sums, self._output_tokens) >= 0.0, sums
 
     def _fullness(self, worker: WorkerState, now_s: float) -> float:
-        """The load of a decode worker / its limit, the highest of step time, slots and pages."""
+        """Load / limit of a decode worker: the highest of step time, slots and pages."""
         load, info = worker.batch.load_now(), worker.info
         if not load.sequences:
             return 0.0
@@ -141,7 +139,7 @@ class RoleBalance:
                 self.demand.ended(ended.output_tokens, now_s)
 
     def propose(self, is_our_turn: bool, now_s: float) -> RoleFlip | None:
-        """A proposed flip, or None. Also to be called with `is_our_turn` False (RoleController)."""
+        """A proposed flip, or None. To be called without a turn too (RoleController.propose)."""
         draining = [
             worker
             for worker in self._cluster.workers.values()

@@ -1,30 +1,30 @@
-"""Ski-rental controller of role flips: a flip is made once waiting has cost as much as the flip.
+"""Ski-rental controller of role flips: flip a worker once waiting has cost as much as the flip.
 
 A flip changes a worker from prefill to decode or back. With `p` prefill and `d` decode workers, the
 load lacks this number of workers:
 
     short(p, d) = max(0, prefills wanted - LOAD_MAX x p) + max(0, decodes wanted - LOAD_MAX x d)
 
-Flips in one direction are worthwhile as long as each reduces `short` by at least GAIN_MIN. This
-gives hysteresis: the flip back would lose as much.
+A flip is worthwhile if it reduces `short` by at least GAIN_MIN. This gives hysteresis, because the
+flip back would increase `short` by as much.
 
 The possible reduction accumulates over time as a debt, in worker-seconds. While no flip is
 worthwhile, the debt falls by one worker-second per second. A change of direction clears the debt. A
-flip has a price in worker-seconds: the worker takes no work while it drains, and starts empty in
-its new role. When the debt reaches the price of the cheapest worker, this worker flips, and the
-debt falls by its price. The prices paid are thus at most the losses of waiting. The total cost is
-at most twice the cost with knowledge of the future (the argument of ski rental).
+flip has a price in worker-seconds, because the worker takes no requests while it drains. When the
+debt reaches the price of the cheapest worker, this worker flips, and the debt falls by the price.
+The prices paid are thus at most the losses of waiting. The total cost is at most twice the cost
+with knowledge of the future (the argument of ski rental).
 
-A flip never takes
+These workers are never flipped:
 
-- the last worker of a role, or the last that can hold the longest requests of its role,
-- more than one in DRAINING_SHARE of a pool at a time,
+- the last worker of a role, and the last one that can hold the longest requests of its role,
+- more workers of a pool at a time than one, or than one in DRAINING_SHARE of a larger pool,
 - a worker in warm-up (worker.py) or of a pipeline group,
-- any worker while another one drains without an order of this controller. An operator or another
-  frontend has then started a change.
+- any worker while another one drains without an order of this controller, because an operator or
+  another frontend has then started a change.
 
-Of several frontends one proposes (conductor.py). Not here: the demand (balance.py), the message to
-the worker (backends/frontend).
+Where several frontends run, one of them proposes (conductor.py). Not here: the demand (balance.py),
+the message to the worker (backends/frontend).
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ ROLES = tuple(OTHER_ROLE)
 # Prompts arrive in bursts and differ in length by a factor of a hundred. Above this utilisation the
 # queue of a pool grows over time, although the mean demand fits.
 LOAD_MAX = 0.85
-# In workers. Demand is as inexact as predictions, which are off by 10 to 20 %.
+# Workers. The bound is high because demand is as inexact as predictions, which are off by 10-20 %.
 GAIN_MIN = 0.5
-DRAINING_SHARE = 4  # a pool of four or more workers thus keeps at least three quarters of them
-# Seconds of a flip in addition to the drain: registration, first report and first requests.
+DRAINING_SHARE = 4  # so a pool of four or more workers keeps at least three quarters of them
+# Seconds of a flip after the drain: registration, first report and first requests.
 CHANGE_S = 2.0
-# Age at which an order to flip is dropped, if the worker has not flipped by then.
+# Age in seconds at which an order to flip is dropped, even if the worker still drains.
 ORDER_S_MAX = 120.0
-# Age at which an order is dropped, if the worker still takes requests in its old role.
+# Age in seconds at which an order is dropped if the worker still takes requests in its old role.
 ORDER_HEARD_S = 5.0
-DRY_RUN_S = 30.0  # between proposals in a dry run
+DRY_RUN_S = 30.0  # least seconds between two proposals in a dry run
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class RolePool:
     """The workers of a role, and the number that the load needs."""
 
     takers: Sequence[WorkerState]  # the workers of the role that take requests
-    wanted: float  # number that the demand needs at full utilisation, as a fraction
-    joined_lately: frozenset[WorkerKey] = frozenset()  # in warm-up
+    wanted: float  # number of fully used workers that the demand needs (balance.py)
+    joined_lately: frozenset[WorkerKey] = frozenset()  # workers in warm-up
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class RoleController:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._debt_s = 0.0  # accumulated gain of flips not made, in worker-seconds, >= 0
-        self._towards = ""  # new role of these flips; "" before the first
+        self._towards = ""  # new role of the flips that the debt counts; "" before the first
         self._looked_s = math.inf  # time of the last call of `propose`; inf: none
         self._proposed_s = -math.inf  # time of the last proposal
         self._orders: dict[WorkerKey, _Order] = {}
@@ -87,9 +87,9 @@ class RoleController:
         is_our_turn: bool,
         now_s: float,
     ) -> RoleFlip | None:
-        """A flip to order now, or None. To be called about twice a second, also without a turn to
-        propose, because each call adds to the debt. `draining`: workers that can flip and drain.
-        `decode_s`: mean decode time of a request in seconds."""
+        """A flip to order now, or None. To be called about twice a second, also if another frontend
+        proposes, because each call updates the debt. `draining`: workers that can flip and are
+        draining. `decode_s`: mean decode time of a request in seconds."""
         passed_s, self._looked_s = max(0.0, now_s - self._looked_s), now_s
         taking = {worker.key for pool in pools.values() for worker in pool.takers}
         known = taking | {worker.key for worker in draining}
@@ -115,7 +115,7 @@ class RoleController:
         return self._cheapest(role, pools[OTHER_ROLE[role]], gain, decode_s, now_s)
 
     def _count(self, role: str, pool: RolePool) -> int:
-        """Number of workers of the role, as if the ordered flips were done."""
+        """Number of workers of the role after all ordered flips."""
         coming = sum(order.role == role for order in self._orders.values())
         return coming + sum(worker.key not in self._orders for worker in pool.takers)
 
@@ -123,7 +123,7 @@ class RoleController:
         self, role: str, source: RolePool, gain: float, decode_s: float, now_s: float
     ) -> RoleFlip | None:
         """The flip of lowest price to `role`, if the debt covers its price."""
-        is_dry = self._config.role_flips == "dry_run"  # then workers that cannot flip count too
+        is_dry = self._config.role_flips == "dry_run"  # a dry run may propose any worker
         staying = [worker for worker in source.takers if worker.key not in self._orders]
         changing = sum(order.role == role for order in self._orders.values())
         if len(staying) < 2 or changing >= max(1, (len(staying) + changing) // DRAINING_SHARE):
@@ -157,12 +157,12 @@ class RoleController:
 
 
 def short(wanted: Mapping[str, float], counts: Mapping[str, int]) -> float:
-    """The number of workers that the load lacks; not an integer in general."""
+    """The number of workers that the load lacks. It may be a fraction."""
     return sum(max(0.0, wanted[role] - LOAD_MAX * counts[role]) for role in wanted)
 
 
 def best_flips(wanted: Mapping[str, float], counts: Mapping[str, int]) -> tuple[str, int, float]:
-    """(new role, number of flips, gain in workers); without flips: ("", 0, 0)."""
+    """(new role, number of worthwhile flips, gain in workers); ("", 0, 0) if there are none."""
     before = short(wanted, counts)
     for role, other in OTHER_ROLE.items():
         flips, lacking = 0, before
@@ -178,8 +178,8 @@ def best_flips(wanted: Mapping[str, float], counts: Mapping[str, int]) -> tuple[
 
 def price_s(worker: WorkerState, decode_s: float, now_s: float, config: ConductorConfig) -> float:
     """Worker-seconds until the worker serves in its other role. A prefill worker first computes its
-    queue. A decode worker first finishes its n answers. Their mean remaining time is `decode_s`, so
-    the mean of the longest one is decode_s x (1 + 1/2 + ... + 1/n), if they are exponential."""
+    queue. A decode worker first finishes its n answers. If their remaining times are exponential
+    with mean `decode_s`, the longest is decode_s x (1 + 1/2 + ... + 1/n) on average."""
     ratio = worker.speed_ratio(now_s, config)
     if worker.info.role == "prefill":
         return CHANGE_S + ratio * worker.queue.work_s(now_s)
@@ -188,7 +188,7 @@ def price_s(worker: WorkerState, decode_s: float, now_s: float, config: Conducto
 
 
 def _is_only_one_as_large(worker: WorkerState, staying: Sequence[WorkerState]) -> bool:
-    """Whether none of the other `staying` workers can hold all requests that this one can hold."""
+    """Whether no other worker in `staying` can hold every request that this worker can hold."""
     info = worker.info
     return not any(
         other is not worker

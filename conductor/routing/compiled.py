@@ -1,13 +1,13 @@
-"""One routing decision in one call of compiled code: all terms and the best pair (native.c).
+"""One routing decision in one call of compiled code: all predicted times, and the best pair.
 
-fetching.py and routing.py define the same computation with numpy. Both give the same result to the
-last bit (tests/conductor/routing/test_compiled.py), because both apply the same operations to the
-same columns. The compiled code makes one pass instead of a hundred numpy calls. It reads the
-columns of the pools (load/pool.py) by address. The addresses are looked up again when a pool has
-new arrays (Pool.version). The output columns are valid until the next decision.
+fetching.py and routing.py define the same computation with numpy. Compiled code (native.c) gives
+the same result to the last bit (tests/conductor/routing/test_compiled.py), because both apply the
+same operations to the same columns. The compiled code makes one pass instead of a hundred numpy
+calls. It reads the columns of the pools (load/pool.py) by address. The addresses are looked up
+again when a pool has new arrays (Pool.version). Output columns are valid until the next decision.
 
-Without a compiler there is no `CompiledDecision`, and numpy decides. Numpy also chooses the pair
-while workers warm up, and with the policy `random`.
+Without a compiler there is no `CompiledDecision`, and numpy decides. While workers warm up, and
+with the policy `random`, numpy chooses the pair from the compiled terms.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from conductor.routing.policies import POLICIES, Terms
 from conductor.routing.tiers import Holdings
 from mooncake_store.native.library import NativeFunction, quick_function
 
-# (cluster, decode workers, end of the prefill, now) -> loads without the request
+# (cluster, decode workers, end of the prefill, now) -> loads without the new request
 Loads = Callable[[Cluster, Sequence[WorkerState], float, float], list[DecodeLoad]]
 
 
@@ -41,19 +41,19 @@ class RouteQuery(NamedTuple):  # a frozen dataclass would take a microsecond lon
     cluster: Cluster
     request: Request
     usable: tuple[Mask, Mask]  # candidate prefill and decode workers, at least one of each
-    loads: Loads | None  # the decode loads that admission assumes; None: the reserved loads
-    order: QueueOrder  # gives the request its order key
+    loads: Loads | None  # computes the loads that admission checks; None: the reserved loads
+    order: QueueOrder  # computes the order key of the request
     ttft_limit_s: float  # admission rejects pairs with a higher predicted TTFT
     now_s: float
 
 
-PARTNERS_MAX = 64  # bound of finalists_max: nodes for which a decode partner is looked up
+PARTNERS_MAX = 64  # largest finalists_max that native.c supports
 COSTS = {"load_balance": 0, "cache_aware": 1, "kvcache_centric": 1, "adaptive": 2, "random": 0}
 FETCHES = {"never": 0, "threshold": 1, "times": 2}
 NUMBER, REAL, ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 Array = npt.NDArray[Any]
 
-# The members of decision_t, by C type and in the order of native.c, which describes them.
+# The members of decision_t by C type, in the order of native.c. They are described there.
 FLEET = {
     NUMBER: "prefills decodes has_groups has_one_block_size",
     ADDRESS: (
@@ -115,8 +115,9 @@ ASKED, SENDER, ANSWER = (
 )
 
 
-# Row of the prefill worker, row of the decode worker, mean work of a prefill worker (s), hand-over
-# of the pair (s), then the fields of PrefillTerms. Without a pair, only the mean work is valid.
+# Row of the prefill worker, row of the decode worker, mean queued work of a prefill worker (s),
+# hand-over of the pair (s), and then the fields of PrefillTerms. If no pair was requested, only the
+# mean queued work is valid.
 Answer = tuple[Any, ...]
 
 
@@ -125,7 +126,7 @@ class CompiledDecision:
 
     @classmethod
     def of(cls, cluster: Cluster) -> CompiledDecision | None:
-        """None without compiled code, or if it does not support this configuration."""
+        """None without compiled code, or if native.c does not support this configuration."""
         made = [quick_function(name, NUMBER, [ADDRESS]) for name in ("decide", "choose_pair")]
         decide, choose_pair = made
         config = cluster.config
@@ -158,9 +159,9 @@ class CompiledDecision:
         )
         self._address = ctypes.c_void_p(ctypes.addressof(arguments))
         self._versions = (-1, -1)
-        self._kept: dict[str, Array] = {}  # keeps the arrays behind the addresses alive
+        self._kept: dict[str, Array] = {}  # the arrays whose addresses native.c has
         self._is_prefill = self._is_decode = np.zeros(0, bool)
-        self._masks = (0, 0)  # addresses of these two masks
+        self._masks = (0, 0)  # addresses of `_is_prefill` and `_is_decode`
 
     def decide(
         self,
@@ -171,9 +172,9 @@ class CompiledDecision:
         spread: int,
         wants_pair: bool,
     ) -> Answer:
-        """Fill `terms`, `plans` and `has_room`. `wants_pair`: also find the best pair. `may_join`:
-        the candidate decode workers that did not refuse a request recently. `spread`: the expected
-        number of output tokens."""
+        """Fill `terms`, `plans` and `has_room`. `wants_pair`: True to find the best pair as well.
+        `may_join`: mask of the candidate decode workers that did not refuse a request recently.
+        `spread`: the expected number of output tokens."""
         cluster = self._cluster
         prefills, decodes = cluster.prefills, cluster.decodes
         if (prefills.version, decodes.version) != self._versions:
@@ -217,19 +218,20 @@ class CompiledDecision:
         return ANSWER.unpack_from(self._arguments, ANSWER_AT)
 
     def choose(self, has_room: Mask) -> Answer:
-        """Choose the pair again, after `decide`, among these decode workers."""
+        """Choose the pair after `decide`, among the decode workers of this mask."""
         self._arguments.rooms = has_room.ctypes.data
         self._choose_after(self._choose_pair(self._address))
         return ANSWER.unpack_from(self._arguments, ANSWER_AT)
 
     def _choose_after(self, row: int) -> None:
-        """Look up missing paths and retry. `row`: prefill worker without a path; below 0: none."""
+        """Look up missing paths and choose again, until `row` is negative. `row`: row of a prefill
+        worker whose path native.c needs, negative if none is missing."""
         while row >= 0:
             self._look_up_path(self._cluster.prefills.node_ids[row])
             row = self._choose_pair(self._address)
 
     def prepare(self) -> None:
-        """Look up paths that decisions may need, outside the critical path of a request."""
+        """Look up paths before decisions need them."""
         if (self._cluster.prefills.version, self._cluster.decodes.version) != self._versions:
             self._look_up()
         missing = np.flatnonzero(self._kept["path_s"] == 0)[:PATHS_PER_TICK].tolist()

@@ -1,35 +1,35 @@
 """Fetch or compute: how much of a prompt's prefix each prefill worker fetches, and from where.
 
-A node holds a run of leading blocks in DRAM, and the blocks after that run on its SSD. Predicted
-seconds until the blocks are available:
+A node holds a run of leading blocks of the prompt. The first blocks of the run are in its DRAM, and
+the others are on its SSD. Predicted seconds until the blocks are available:
 
     local DRAM    0, because the memory is mapped
-    local SSD     bytes / SSD rate; a worker always restores these blocks (backends)
+    local SSD     bytes / SSD rate, because a worker always restores these blocks
     remote DRAM   the sender's queue + latency + bytes / link rate
     remote SSD    as remote DRAM, at the slower of the link and the sender's SSD
 
 Blocks after the local run may be fetched from one other node. The worker computes the rest of the
 prompt. There are two rules:
 
-    threshold   the paper's rule: fetch the longest run, if it is more than
-                kvcache_balancing_threshold times the local run (and, with fetch_must_pay, only
-                if the fetch is predicted to be faster)
-    times       this project's rule: compare no fetch with a fetch from each holder, as deep as its
-                run goes, and take the least max(wait, transfer) + prefill + eviction cost.
+    threshold   The paper's rule: fetch the longest run if it is more than
+                kvcache_balancing_threshold times the local run. With fetch_must_pay, the fetch
+                must also be predicted to be faster.
+    times       This project's rule: of no fetch and a fetch of the whole run of each holder, take
+                the one with the least max(wait, transfer) + prefill + eviction cost.
                 Fetching overlaps with the work queued before the request. With layer-wise
                 prefill, fetching also overlaps with the computation of all layers after the
                 first. A shorter run at an idle node can beat the longest run at a busy node.
-                A part of a run cannot beat the whole run: each further block costs the same to
-                fetch and saves more computation.
+                A part of a run cannot beat the whole run, because each further block costs the
+                same to fetch and saves more computation.
 
 The rule `times` is Eq. 2 of the paper plus terms for queues, latency, sender and evictions. At a
-node with full memory, the fetched blocks evict as many others, of which some will be computed
-again. The *eviction cost* there is EVICTION_COST_SHARE of the prefill time that the fetch saves.
+node with full memory, the fetched blocks evict other blocks, of which some will be computed again.
+The *eviction cost* is EVICTION_COST_SHARE of the prefill time that such a fetch saves.
 
-At most SOURCES_MAX holders are compared. Of equal runs, only the holder that can send first is
-compared. A shorter run is compared only if its holder can send before all holders of longer runs.
-With different link rates, or blocks on SSDs, the first sender may not be the fastest. All runs are
-then compared, up to the same limit.
+At most SOURCES_MAX holders are compared. Of holders with equal runs, only the one that can send
+first is compared. A holder of a shorter run is compared only if it can send before all holders of
+longer runs. If link rates differ, or blocks are on SSDs, the first sender may not be the fastest.
+All holders are then compared, up to SOURCES_MAX.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from conductor.routing.policies import Policy, Seconds
 from conductor.routing.tiers import Holdings
 
 SOURCES_MAX = 4  # holders compared for one prompt
-# Cost of evictions to other requests / prefill seconds that a fetch saves: the probability that an
-# evicted block would have been used again.
+# Eviction cost / prefill seconds that a fetch saves. It is the assumed probability that an evicted
+# block would have been used again.
 EVICTION_COST_SHARE = 0.1
 NAMES_MAX = 64  # equal holders whose send queues are compared
 
@@ -61,7 +61,7 @@ class FetchSource(NamedTuple):
     node_id: str
     blocks: int  # length of the run, in blocks
     dram_blocks: int  # the first blocks of the run; the others are on the sender's SSD
-    wait_s: float  # seconds until the sends already reserved there are predicted to end
+    wait_s: float  # seconds until the sends reserved at this node are predicted to end
 
 
 @dataclass(slots=True)
@@ -69,25 +69,26 @@ class Plans:
     """How each prefill worker would get the prompt's KV cache, as columns."""
 
     held: Holdings  # the runs of the workers' own nodes
-    sources: Sequence[FetchSource]  # the candidates
-    fetch_s: Seconds  # restoring from SSD and fetching
-    prefill_s: Seconds  # computing the remaining tokens
+    sources: Sequence[FetchSource]  # the nodes that were compared
+    fetch_s: Seconds  # time to restore from SSD and to fetch
+    prefill_s: Seconds  # time to compute the remaining tokens
     source: Counts  # index in `sources` of the node that the worker fetches from; -1: no fetch
     fill_s: Seconds  # part of prefill_s in later pipeline stages; it does not delay later prompts
     eviction_cost_s: Seconds  # cost to other requests of the evictions by these fetches
     beside_s: Seconds  # part of prefill_s that overlaps with the fetch (layer-wise prefill)
-    position: QueuePosition | None = None  # in the queues, for this prefill_s; None: not computed
+    position: QueuePosition | None = None  # queue position with this prefill_s, if it is computed
 
 
 def cached_tokens(blocks: int, block_tokens: int, prompt_tokens: int) -> int:
-    """Cached prompt tokens. The last token is computed, since its logits give the first output."""
+    """Cached prompt tokens. The last one is always computed, because the first output token is
+    sampled from its logits."""
     return max(0, min(blocks * block_tokens, prompt_tokens - 1))
 
 
 def worth_asking(
     cluster: Cluster, held: Holdings, policy: Policy, now_s: float
 ) -> list[FetchSource]:
-    """The sources to compare, longest run first; empty if no worker would fetch by this policy."""
+    """The sources to compare, longest run first. Empty if no worker would fetch by this policy."""
     if policy.fetch == "threshold":
         if held.least >= held.longest / cluster.config.kvcache_balancing_threshold:
             return []
@@ -104,7 +105,7 @@ def make_plans(
     prompt_tokens: int,
     queues: Queues,
 ) -> Plans:
-    """Fetch or compute, decided for each worker."""
+    """Decide for each worker whether it fetches, and from which source."""
     pool = cluster.prefills
     own_tokens = _own_tokens(pool, held, prompt_tokens)
     own_s = pool.prefill_s(prompt_tokens, own_tokens)
@@ -155,10 +156,10 @@ def _take_the_quickest(
     is_wanted: Mask | None = None,
     hidden_s: Seconds | None = None,
 ) -> None:
-    """Each worker fetches from the source with the earliest end of prefill, if that is before its
-    `least_s` (without a fetch). `is_wanted`: mask of the workers that may fetch; None: workers with
-    a shorter run than the source. `hidden_s`: seconds of queued work, with which a transfer
-    overlaps; None: no overlap counts, neither with queued work nor with computation."""
+    """Let each worker fetch from the source with the earliest end of prefill, if that is before
+    `least_s`, the end without a fetch. `is_wanted`: mask of the workers that may fetch; None for
+    the workers with a shorter run than the source. `hidden_s`: seconds of queued work, with which a
+    transfer overlaps. None if a transfer overlaps neither with queued work nor with computation."""
     held, restore_s, own_s = plans.held, plans.fetch_s, plans.prefill_s
     for number, source in enumerate(plans.sources):
         may_fetch = held.blocks < source.blocks if is_wanted is None else is_wanted
@@ -200,8 +201,8 @@ def _take_the_quickest(
 def _with(
     source: FetchSource, pool: PrefillPool, held: Holdings, restore_s: Seconds, prompt_tokens: int
 ) -> tuple[Seconds, Seconds]:
-    """Seconds at each worker with this source: (computing, restoring and fetching). Only valid
-    where the run of the source is longer than the local run."""
+    """Seconds at each worker with this source: (to compute, to restore and fetch). Valid only where
+    the run of the source is longer than the local run."""
     prefill_s = pool.prefill_s(prompt_tokens, _tokens(pool, source.blocks, prompt_tokens))
     path, blocks = pool.path(source.node_id), source.blocks - held.blocks
     fixed_s = path.latency_s + source.wait_s if source.wait_s else path.latency_s
@@ -217,7 +218,7 @@ def _with(
 
 
 def _own_tokens(pool: PrefillPool, held: Holdings, prompt_tokens: int) -> int | Column:
-    """Cached tokens at each worker without a fetch; one number if all are known to be equal."""
+    """Cached tokens at each worker without a fetch. One number if all are known to be equal."""
     if held.is_same and pool.block_tokens:
         return min(held.longest * pool.block_tokens, prompt_tokens - 1)
     cached: Column = held.blocks * pool.block_tokens_of
@@ -227,7 +228,7 @@ def _own_tokens(pool: PrefillPool, held: Holdings, prompt_tokens: int) -> int | 
 
 
 def _tokens(pool: PrefillPool, blocks: int, prompt_tokens: int) -> int | Column:
-    """`cached_tokens` at each worker; one number if all workers have the same block size."""
+    """`cached_tokens` at each worker. One number if all workers have the same block size."""
     if pool.block_tokens:
         return min(blocks * pool.block_tokens, prompt_tokens - 1)
     return np.minimum(blocks * pool.block_tokens_of, prompt_tokens - 1)
@@ -238,7 +239,7 @@ def _sources(
 ) -> list[FetchSource]:
     """The holders to compare, longest run first."""
     are_alike = not (cluster.prefills.paths_differ or held.has_ssd)
-    if are_alike:  # if the first holder of the longest run sends nothing, no other is better
+    if are_alike:  # no source is better than a holder of the longest run that sends nothing
         node_id = held.longest_holder()
         if node_id in cluster.nodes and not cluster.send_wait_s(node_id, now_s):
             return [FetchSource(node_id, held.longest, held.longest, 0.0)]
@@ -260,9 +261,9 @@ def _sources(
 def second_source(
     cluster: Cluster, held: Holdings, first: FetchSource, own_blocks: int, now_s: float
 ) -> str | None:
-    """The node to fetch from if `first` fails: the holder that lacks the fewest blocks of its run,
-    and among equal holders the one that can send first. None if no other node has a longer run than
-    the worker's own node."""
+    """The node to fetch from if `first` fails: the holder that lacks the fewest blocks of the run
+    of `first`, and among equal holders the one that can send first. None if no other node has a
+    longer run than the worker's own node."""
     least, second = (first.blocks, math.inf), None
     for blocks, _, nodes in held.groups():
         lacking = max(0, first.blocks - blocks)
@@ -282,7 +283,7 @@ def second_source(
 def _offers(
     cluster: Cluster, nodes: Iterator[str], are_alike: bool, now_s: float
 ) -> list[tuple[float, str]]:
-    """(seconds until it can send, node), soonest first."""
+    """(seconds until the node can send, node) of known nodes, earliest first."""
     found = []
     for node_id in islice(nodes, NAMES_MAX):
         if node_id in cluster.nodes:

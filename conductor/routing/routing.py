@@ -5,8 +5,8 @@ For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order
     plan     how much of the prefix is fetched, and from where (fetching.py)
     wait     the queued work that runs before this request (prefill_queue.py)
     ttft     wait + transfer + prefill + handover          all predicted, in seconds
-    delay    prefill x the number of requests that this request overtakes (in a pipeline group
-             without the time of the later stages, which overlaps with those requests)
+    delay    prefill x the number of requests that this request overtakes. In a pipeline group,
+             the prefill time without the fill time (estimates/pipeline.py) delays them.
 
 The policy (policies.py) combines these terms into a cost. The chosen pair of a prefill worker p and
 a decode worker d, both with room, minimises one objective in seconds: the time until the expected
@@ -22,9 +22,9 @@ answer is complete, plus the cost to other requests:
 The search skips pairs that a bound excludes, and treats predictions within tie_ratio as equal.
 docs/reference/conductor.md ("The best pair") gives the order among equals and the possible error.
 
-Workers are compared as columns, with one element per worker (pool.py). Only single workers, such as
-the chosen pair, are described by objects. All functions read the cluster's state and change
-nothing. Not here: whether the best pair is good enough (admission.py).
+Workers are compared as columns, with one element per worker (pool.py). Objects describe only single
+workers, such as the chosen pair. All functions read the cluster's state and do not change it. Not
+here: whether the best pair is good enough (admission.py).
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class PrefillTerms(NamedTuple):
     """Predicted terms of the request at one prefill worker, in the order of native.c's answer."""
 
     blocks: float  # leading blocks in DRAM or on the SSD of the worker's node
-    dram_blocks: float  # the first blocks of `blocks`, which are in DRAM
-    source: int  # position in Plans.sources; negative: no fetch
+    dram_blocks: float  # number of these blocks in DRAM, which come before those on the SSD
+    source: int  # index in Plans.sources; negative if nothing is fetched
     queue_s: float  # all predicted work in the queue
     wait_s: float  # the part of queue_s that runs before this request
-    fetch_s: float  # restoring from the SSD and fetching
+    fetch_s: float  # time to restore from the SSD and to fetch
     transfer_s: float  # the part of fetch_s that overlaps neither the wait nor the computation
     prefill_s: float
     fill_s: float  # the part of prefill_s that delays no later request (estimates/pipeline.py)
@@ -73,15 +73,15 @@ class PrefillTerms(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillOption:
-    """One prefill worker and the predicted terms of the request at it."""
+    """One prefill worker, and the predicted terms of the request at this worker."""
 
     worker: WorkerState
     terms: PrefillTerms
     local_blocks: int  # leading blocks in DRAM or on the SSD of the worker's node
     restore_blocks: int  # the last blocks of local_blocks, which are on the SSD
     cached_tokens: int
-    source: FetchSource | None  # node from which blocks are fetched; None: no fetch
-    has_room: bool  # the queue is below its bound
+    source: FetchSource | None  # node from which blocks are fetched; None if nothing is fetched
+    has_room: bool  # True if the queue has fewer than slots_max requests
 
     @property
     def start_s(self) -> float:
@@ -102,9 +102,9 @@ class DecodeOption:
     """One decode worker and its step time with this request in the batch."""
 
     worker: WorkerState
-    load: DecodeLoad  # as the admission policy predicts it, without this request
+    load: DecodeLoad  # load without this request, as the admission policy predicts it
     tbt_s: float  # step time with this request
-    has_room: bool  # the request fits beside `load`
+    has_room: bool  # True if the request fits beside `load`
 
 
 @dataclass(slots=True)
@@ -119,11 +119,11 @@ class Options:
 
     _terms: Terms
     _plans: Plans
-    _has_room: Mask  # decode workers with room, by the loads that admission assumes
-    backlog_s: float  # mean seconds of predicted work of the candidate prefill workers
+    _has_room: Mask  # decode workers with room, by the loads that admission checks
+    backlog_s: float  # mean seconds of queued work of the candidate prefill workers
 
     def __init__(self, query: RouteQuery, compiled: CompiledDecision | None) -> None:
-        """For `predicted` only, which then computes the terms."""
+        """Only `predicted` may call this, because it then computes the terms."""
         self._query, self._compiled = query, compiled
         self._cluster, self._config = query.cluster, query.cluster.config
         self._policy = POLICIES[self._config.policy]
@@ -132,14 +132,14 @@ class Options:
         self._loads, self.order, self.ttft_limit_s = query.loads, query.order, query.ttft_limit_s
         expected = self._config.output_tokens_expected
         self._spread = max(1, min(query.request.output_tokens_max, expected))  # n of the objective
-        self._answer: Answer | None = None  # answer of `compiled`, if it chose the pair
+        self._answer: Answer | None = None  # answer of `compiled`, if that chose the pair
 
     @classmethod
     def predicted(
         cls, query: RouteQuery, tiers: Tiers, compiled: CompiledDecision | None = None
     ) -> Options:
-        """The terms of every worker, computed with `compiled`, or with numpy if it is None. With
-        `compiled`, they are valid until its next decision, which reuses the columns."""
+        """The terms of every worker, computed by `compiled`, or with numpy if that is None. Terms
+        from `compiled` are valid until its next decision, which reuses the columns."""
         options = cls(query, compiled)
         held = Holdings(tiers, query.request.block_keys, query.cluster.prefills)
         sources = worth_asking(query.cluster, held, options._policy, query.now_s)
@@ -153,7 +153,8 @@ class Options:
     def _read(
         self, compiled: CompiledDecision, held: Holdings, sources: Sequence[FetchSource]
     ) -> None:
-        """Compute the terms with compiled code, and the best pair if room is by reserved loads."""
+        """Compute the terms with compiled code. Compute also the best pair, if admission checks the
+        reserved loads."""
         is_usual = self._config.policy != "random"
         if not is_usual or self._cluster.warming_up("prefill", self._now_s):
             is_usual, self._compiled = False, None
@@ -199,7 +200,7 @@ class Options:
         self.backlog_s = pool.mean(queues.queue_s, self._is_prefill)
 
     def _rooms(self) -> Mask:
-        """Mask of the candidate decode workers with room, by the loads that admission assumes."""
+        """Mask of the candidate decode workers with room, by the loads that admission checks."""
         pool, request = self._cluster.decodes, self._request
         tokens = request.prompt_tokens + request.output_tokens_max
         has_room = pool.has_room(tokens) & self._is_decode
@@ -212,10 +213,10 @@ class Options:
     def _ask_loads(self, tokens: int, has_room: Mask) -> None:
         """Set `has_room` for workers that have room by the predicted loads."""
         pool = self._cluster.decodes
-        # The loads of all pairs are predicted for one moment, the earliest end of a prefill. The
-        # best pairs end their prefills at almost the same time.
+        # The loads of all pairs are predicted for the earliest end of a prefill, because the best
+        # pairs end their prefills at almost the same time.
         self._at_s = self._now_s + float(self._terms.start_s[self._is_prefill].min())
-        # A predicted load is mostly lower than the reserved load, so a worker with room for the
+        # A predicted load is mostly lower than the reserved load, so a worker with room beside the
         # reserved load counts as having room. `best` checks the exceptions (`_may_be_more`).
         rows = (self._is_decode & ~has_room).nonzero()[0].tolist()
         for row, load in zip(rows, self._loads_of(rows), strict=True):
@@ -248,17 +249,16 @@ class Options:
 
     @property
     def _may_be_more(self) -> bool:
-        """Whether a predicted load may exceed the reserved load, so that `best` checks it."""
+        """Whether a predicted load may exceed the reserved load, so that `best` must check it."""
         return self._config.admission == "predictive_lengths"
 
     def _leave_those_with_room(self, chosen: DecodeOption) -> bool:
-        """Restrict the search to workers with room by predicted load, if `chosen` lacks it. True if
-        the search changed. `_ask_loads` predicts no load for a worker with room by reserved load.
+        """If `chosen` has no room by its predicted load, restrict the search to workers that have
+        room by theirs. Return True if the search changed.
 
-        The choice itself does not use the predicted time between tokens. The lowest of many
-        predictions is mostly the one with the largest error, and such choices wasted prefills
-        (bench/RESULTS.md).
-        """
+        The choice of a pair does not use predicted loads for the time between tokens. The lowest of
+        many predictions is mostly the one with the largest error, and such choices wasted prefills
+        (bench/RESULTS.md)."""
         if chosen.has_room:
             return False
         has_room = np.zeros_like(self._has_room)
@@ -279,7 +279,7 @@ class Options:
             return first, decode
         tie_s = within(least_s, self._config) - least_s
         total_s = cost_s.item(first) + rest_s
-        # Lower bound of every pair: the fastest batch after the fastest hand-over. This bound
+        # A lower bound of every pair has the fastest hand-over and the fastest batch. This bound
         # mostly excludes all other prefill workers.
         steps_s = self._spread * pool.least_step_s
         near_s, far_s = pool.paths_s_least(prompt_tokens)
@@ -311,7 +311,7 @@ class Options:
 
     def _first(self) -> tuple[int, float, Column]:
         """The row of the prefill worker that the policy prefers, the least cost, and all costs. A
-        worker that cannot be chosen has an infinite cost (except with the policy `random`)."""
+        worker that cannot be chosen has an infinite cost, except with the policy `random`."""
         pool, config, policy = self._cluster.prefills, self._config, self._policy
         is_choice, choices = self._is_prefill, pool.count(self._is_prefill)
         if pool.full:
@@ -331,7 +331,7 @@ class Options:
             row_of = {pool.workers[row].key: row for row in is_choice.nonzero()[0].tolist()}
             return row_of[at_random(self._request.request_id, list(row_of))], 0.0, cost_s
         start_s = self._terms.start_s
-        # The worker of least cost to all requests must not break the TTFT limit of this request.
+        # A cost with more terms than start_s must not choose a worker that exceeds the TTFT limit.
         if (policy.spares_others or warming_up) and (
             start_s.item(start_s.argmax()) > self.ttft_limit_s
         ):
@@ -350,8 +350,8 @@ class Options:
 
     def _partner(self, node_id: str) -> tuple[int, float]:
         """The row of the best decode worker for prefill workers of this node, and the least
-        handover + n x tbt. Equal workers are ordered by their number of requests, where a decode
-        worker on this node counts as having one request less."""
+        handover + n x tbt. The worker with the fewest requests is chosen among equals. Workers on
+        this node count one request less."""
         pool, request = self._cluster.decodes, self._request
         path, prompt_tokens = pool.path(node_id), request.prompt_tokens
         costs_s = pool.costs_s(path, prompt_tokens, self._spread)
@@ -361,7 +361,8 @@ class Options:
         return row, self._spread * costs_s.item(least)
 
     def _least(self, costs_s: Column, path: Path) -> tuple[int, int]:
-        """Two rows: the decode worker of least cost, and the first in order among its equals."""
+        """The row of the decode worker of least cost, and that of the worker chosen among its
+        equals."""
         pool, least = self._cluster.decodes, int(costs_s.argmin())
         limit_s = costs_s.item(least) * (1 + self._config.tie_ratio)
         rows = (costs_s <= limit_s).nonzero()[0]
@@ -418,7 +419,7 @@ class Options:
         )
 
     def second_fetch_node(self, chosen: PrefillOption) -> str | None:
-        """A node to fetch the blocks from if the chosen source fails; None: no such node."""
+        """A node to fetch the blocks from if the chosen source fails; None if there is none."""
         if chosen.source is None:
             return None
         held, own_blocks = self._plans.held, chosen.local_blocks
@@ -472,14 +473,14 @@ class Options:
 
 
 def _fits(worker: WorkerState, load: DecodeLoad, tokens: int) -> bool:
-    """Whether a request of `tokens`, its longest answer included, fits beside this load."""
+    """Whether a request of `tokens` (prompt and max_tokens) fits beside this load."""
     pages = blocks_touched(tokens, worker.info.block_tokens)
-    # Forecast loads are fractions, so 3.999 of 4 slots count as 4. The worker itself enforces its
-    # limit, and queues a request that finds no free slot.
+    # Forecast loads are fractions, so 3.999 sequences count as 4. A request that finds no free slot
+    # waits in the worker's queue.
     has_slot = round(load.sequences) < worker.info.slots_max
     return has_slot and load.pages + pages <= worker.info.pages_max
 
 
 def within(least_s: float, config: ConductorConfig) -> float:
-    """Upper bound of the predictions that count as equal to the least one, in seconds."""
+    """Upper bound in seconds of the predictions that count as equal to the least one."""
     return least_s + max(least_s * config.tie_ratio, config.tie_s)

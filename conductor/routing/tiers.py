@@ -1,14 +1,14 @@
-"""Prefix runs of each node: the leading blocks in DRAM, and the blocks after them on its SSD.
+"""Prefix runs of each node: the leading blocks of a prompt in its DRAM and then on its SSD.
 
 A *run* is the number of leading blocks of a prompt that a node holds without a gap. A node with an
 SSD registers with the directory twice, as "s0" and as "s0/ssd"
-(mooncake_store/records/membership.py). Directory events therefore name two holders, and each kind
-of memory has its own index here. DRAM evicts blocks from the end of a prefix. An SSD thus mostly
-holds the end of a run whose start is in DRAM, so the SSD's index is searched from the end of the
-DRAM run. A prefix that alternates between DRAM and SSD more than once is undercounted.
+(mooncake_store/records/membership.py). DRAM and SSDs have separate indexes here. DRAM evicts blocks
+from the end of a prefix, so an SSD mostly holds the end of a run whose start is in DRAM. The SSD
+index is therefore searched from the end of the DRAM run. A prefix that alternates between DRAM and
+SSD more than once is undercounted.
 
-A node counts as *full* from its first removed block on, until it goes down or a snapshot arrives.
-Each new block at a full node is assumed to evict another block.
+A node counts as *full* after the first removal of one of its blocks, until it goes down or a
+snapshot arrives. Each new block at a full node is assumed to evict another block.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mooncake_store.records.membership import SSD_SUFFIX
 
 SEGMENTS_MAX = 256  # cached columns per index; 8 KiB each for 1,000 workers
 
-# (blocks of the run, number of these in DRAM, nodes with exactly this run)
+# (blocks of the run, number of its blocks in DRAM, nodes with exactly this run)
 Group = tuple[int, int, Iterator[str]]
 
 
 class Holdings:
-    """How much of one prompt's prefix each node holds. Valid until the next change of an index."""
+    """How much of one prompt's prefix each node holds. Valid until one of the indexes changes."""
 
     def __init__(self, tiers: Tiers, keys: Sequence[bytes], pool: Pool) -> None:
         self._tiers, self._keys = tiers, keys
@@ -37,22 +37,23 @@ class Holdings:
         self._in_dram = dram.find(keys)
         self.full, full = tiers.full(pool)  # 1 for each worker whose node is full, else 0
         self._on_ssd: list[tuple[int, list[Segment]]] = []  # (DRAM blocks, SSD runs after them)
-        # Leading blocks at each worker's node: in DRAM only, and in DRAM plus SSD.
+        # Leading blocks at each worker's node, in DRAM alone and in DRAM plus SSD.
         self.dram_blocks: Column = pool.zeros
         self.blocks: Column = pool.zeros
-        self.longest = self.least = 0  # upper, lower bound of the runs of the workers' nodes
+        self.longest = self.least = 0  # upper and lower bound of the runs of the workers' nodes
         address = pool.zeros_address
         if self._in_dram:
             self.longest = self._in_dram[-1][0]
             self.dram_blocks, self.least, address = tiers.nodes(dram, pool).blocks(self._in_dram)
             self.blocks = self.dram_blocks
-        self.addresses = address, address, full  # of blocks, dram_blocks, full; 0: no node is full
+        # Addresses of `blocks`, `dram_blocks` and `full`. The last one is 0 if no node is full.
+        self.addresses = address, address, full
         if len(tiers.ssd):
             self._look_on_ssds(pool)
         self.has_ssd = bool(self._on_ssd)
         if self.has_ssd:
             self.addresses = self.blocks.ctypes.data, address, full
-        self.is_same = self.least == self.longest  # all workers' nodes have equal runs
+        self.is_same = self.least == self.longest  # True only if all workers' nodes have equal runs
 
     def _look_on_ssds(self, pool: Pool) -> None:
         ssd = self._tiers.ssd
@@ -66,7 +67,7 @@ class Holdings:
                 self.blocks = self.blocks + np.where(self.dram_blocks == depth, more, 0.0)
 
     def longest_holder(self) -> str:
-        """The first node of the first group. There must be a run, and none on an SSD."""
+        """A node with the longest run. There must be a run, and no run may have SSD blocks."""
         bitmap = self._in_dram[-1][1]
         return self._tiers.dram.name((bitmap & -bitmap).bit_length() - 1)
 
@@ -81,8 +82,8 @@ class Holdings:
             deeper = bitmap
 
     def _all_groups(self) -> Iterator[Group]:
-        """`groups` with SSDs, unsorted. A node with blocks on its SSD is in two groups: with its
-        DRAM run alone, and with its whole run."""
+        """As `groups`, for runs with SSD blocks, in any order. A node with a run that continues on
+        its SSD is in two groups: with its DRAM run alone, and with its whole run."""
         dram, ssd, deeper = self._tiers.dram, self._tiers.ssd, 0
         exactly: dict[str, int] = {}
         for depth, bitmap in reversed(self._in_dram):
@@ -115,17 +116,17 @@ class _Nodes:
         self._index = index
         numbers = [index.number(node_id) for node_id in node_ids]
         self._numbers = np.array(numbers, np.int64)
-        # For each segment (depth, nodes), the result of `blocks` for this segment alone.
+        # For each segment (depth, bitmap of nodes), the result of `blocks` for this segment alone.
         self._alone: dict[Segment, _Held] = {}
-        self._several = np.zeros(len(numbers))  # result of `blocks` for several segments
+        self._several = np.zeros(len(numbers))  # the last result of `blocks` for several segments
         self._several_address = self._several.ctypes.data
         self._rows: dict[int, list[int]] = {}
         for row, number in enumerate(numbers):
             self._rows.setdefault(number, []).append(row)
 
     def blocks(self, found: Sequence[Segment]) -> _Held:
-        """Leading blocks at the node of each worker. `found`: result of the index's `find`, at
-        least one segment. The result must not be written, and is valid until the next call."""
+        """Leading blocks at the node of each worker. `found`: at least one segment, as the `find`
+        of the index returns them. The result is read-only, and valid until the next call."""
         alone = self._of(found[0])
         if len(found) == 1:
             return alone
@@ -146,7 +147,7 @@ class _Nodes:
     def _of(self, segment: Segment) -> _Held:
         known = self._alone.get(segment)
         if known is None:
-            if len(self._alone) >= SEGMENTS_MAX:  # few different segments cover most prompts
+            if len(self._alone) >= SEGMENTS_MAX:  # rare, as few segments cover most prompts
                 self._alone.clear()
             blocks = self._index.blocks_by_number([segment]).take(self._numbers).astype(np.float64)
             known = _Held(blocks, int(blocks.min()), blocks.ctypes.data)
@@ -155,14 +156,14 @@ class _Nodes:
 
 
 class Tiers:
-    """The index of blocks in DRAM and that of blocks on SSDs, updated by one stream of events."""
+    """The index of blocks in DRAM, and the index of blocks on SSDs."""
 
     def __init__(self, dram: PrefixIndex) -> None:
         self.dram = dram
         self.ssd = PrefixIndex(dram.blocks_max)
-        self._nodes: dict[int, _Nodes] = {}  # by id of the index
-        self._full: set[str] = set()
-        # (node ids of the pool, its column, address of the column); None: to be computed
+        self._nodes: dict[int, _Nodes] = {}  # by id() of the index
+        self._full: set[str] = set()  # full nodes
+        # Result of `full` as (node ids of the pool, column, its address); None: to be computed.
         self._full_rows: tuple[Sequence[str], Column, int] | None = None
 
     def add_many(self, keys: Sequence[bytes], holder: str) -> None:
@@ -189,8 +190,8 @@ class Tiers:
         self._full_rows = None
 
     def full(self, pool: Pool) -> tuple[Column, int]:
-        """A column with 1 for each worker whose node is full, else 0, and the column's address.
-        `pool.zeros` and 0 if no node is full."""
+        """A column with 1 for each worker whose node is full, else 0, and the column's address. If
+        no node is full, the result is `pool.zeros` and the address 0."""
         if not self._full:
             return pool.zeros, 0
         if self._full_rows is None or self._full_rows[0] is not pool.node_ids:
