@@ -1,8 +1,8 @@
 """Client of the directory: one synchronous method per verb, thread-safe.
 
 Each call has a deadline (wire/request_reply.py). A call that timed out may have taken effect. This
-is harmless: leases expire, registrations can be repeated, and Directory.commit rejects a second
-commit of a block.
+is harmless, because leases expire, registrations can be repeated, and Directory.commit rejects a
+second commit of a block.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ class DirectoryClient:
         if the lease can be renewed. False: another writer may have these slots.
 
         The check covers a stopped process and a sleeping machine. It does not cover a paused
-        virtual machine, all of whose clocks stop: such a writer may mark slots of another writer.
-        The epoch then rejects its commit. Readers detect its bytes by checksum, and nearly always
-        by generation, and count a miss (docs/decisions/0026).
+        virtual machine, because all of its clocks stop. A writer there may mark slots of another
+        writer. Its commit is then rejected by the epoch. Readers detect its bytes by checksum, and
+        nearly always by generation, and count a miss (docs/decisions/0026).
         """
         if not given.begin_s or boot_s() - given.asked_s <= given.begin_s:
             return True
@@ -142,8 +142,8 @@ class DirectoryClient:
         lease_s: float,
         epoch: int = 0,
     ) -> list[bool]:
-        """Commit written blocks (key, slot, generation, checksum); False for each late block.
-        All are late if another directory leads than that of `epoch`, which granted the slots."""
+        """Commit written blocks (key, slot, generation, checksum); False for each late block. All
+        blocks are late if the directory of `epoch`, which granted the slots, no longer leads."""
         try:
             return self._ask(protocol.Commit(node_id, blocks, owner, lease_s, epoch))
         except EpochPassed as error:
@@ -200,7 +200,7 @@ class DirectoryClient:
         return self._elected is not None
 
     def leader(self) -> Leader:
-        """The current leader of an election; NoLeader, EtcdFailed. Not cached."""
+        """The current leader of an election, read from etcd. Raises NoLeader or EtcdFailed."""
         assert self._elected is not None, f"no directory is elected at {self.address}"
         return self._elected.leader()
 

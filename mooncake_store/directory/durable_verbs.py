@@ -100,7 +100,7 @@ class DurableVerbs:
         self._thread.start()
 
     def take(self, verb: DurableVerb, now_s: float) -> object:
-        """The result of the verb; Later: the verb must be written first. StoreError: rejected."""
+        """The result of the verb, or Later if it must be written first. Raises StoreError."""
         if len(self._waiting) >= WAITING_MAX:
             raise StoreUnavailable(f"{WAITING_MAX} pins and quotas wait to be saved: retry later")
         if not self._waiting:
@@ -126,7 +126,7 @@ class DurableVerbs:
                 self._answer(self._waiting.popleft(), error, responder, now_s)
             if error is None:
                 self._is_rewriting_in_vain &= not self._is_verb
-            elif not self._is_verb:  # harmless: the records written so far agree with the old log
+            elif not self._is_verb:  # harmless, because the written records agree with the old log
                 log.warning("the log of pins is not rewritten: %s", error)
                 self._rewriting, self._is_rewriting_in_vain = None, True
             self._write_next(responder, now_s)
@@ -197,7 +197,7 @@ class DurableVerbs:
             self._directory.pins.checked(verb.keys, verb.kind, verb.ttl_s)
 
     def _changes_anything(self, verb: DurableVerb) -> bool:
-        """False: the verb only removes pins from keys that have none, so it needs no write."""
+        """False if the verb only removes pins from keys that have none."""
         if isinstance(verb, SetQuota) or verb.kind != Pin.NONE.value:
             return True
         return any(key in self._directory.pins for key in verb.keys)

@@ -5,19 +5,19 @@
     PREFIX/epoch    epoch of the latest leader, written in the same transaction; so epochs, and
                     the generations of slots, grow even if a clock was set back
 
-A leader's own deadline is earlier than the end of its lease in etcd: the requested TTL, less a
-margin, after the *sending* of the last successful renewal. If etcd hangs, the network is cut, or
-this process was stopped, `may_serve` is false before another directory can be elected. This check
-needs no message, only the leader's clock.
+A leader's own deadline is the time at which it *sent* the last successful renewal of its lease,
+plus the requested TTL, less a margin. This is earlier than the end of the lease in etcd. If etcd
+hangs, the network is cut, or this process was stopped, `may_serve` is false before another
+directory can be elected. This check needs no message, only the leader's clock.
 
 Time is CLOCK_BOOTTIME, which continues while a machine sleeps. A machine whose clocks stopped (a
 paused VM) detects the loss at its next renewal. Until then, only epochs distinguish its answers
 from those of the next leader.
 
 While etcd does not answer, no directory is elected, and a leader that cannot renew steps down.
-After its deadline, a client receives at most one answer, to a request that was being carried out.
+After its deadline it sends at most one more answer, to the request that was being carried out.
 
-An address `etcd://HOST:PORT,HOST:PORT/PREFIX` names the current leader there (`leader_at`).
+An address `etcd://HOST:PORT,HOST:PORT/PREFIX` stands for the current leader (`leader_at`).
 """
 
 from __future__ import annotations
@@ -83,13 +83,14 @@ class Leadership:
         self._thread.start()
 
     def may_serve(self) -> bool:
-        """Whether this process may still act as the leader. Cheap: call it before each action."""
+        """Whether this process may still act as the leader. Call it before each action."""
         return self._clock() < self._valid_until_s and not self._is_over.is_set()
 
     @property
     def margin_s(self) -> float:
         """The least seconds from the deadline of `may_serve` to the lease's end in etcd. `close`
-        ends the lease at once, so wait this long before `close` if slots were granted."""
+        ends the lease at once, so a leader that granted slots must wait this long before
+        `close`."""
         return MARGIN * self._ttl_s
 
     def close(self) -> None:
@@ -107,7 +108,7 @@ class Leadership:
             wait_s = self._ttl_s / RENEWALS if self._renew() else STEP_S
 
     def _renew(self) -> bool:
-        """Try to renew the lease. False: etcd did not answer; retry soon."""
+        """Try to renew the lease. Returns False if etcd did not answer."""
         asked_s = self._clock()
         left_s = -1.0
         try:
@@ -115,7 +116,7 @@ class Leadership:
         except EtcdFailed as error:
             log.warning("leadership not renewed: %s", error)
         if left_s == 0 or self._clock() >= self._valid_until_s:  # once lost, the lead stays lost
-            log.warning("leadership ended: its lease was not renewed in time")
+            log.warning("leadership ended: its lease has ended or was not renewed in time")
             self._is_over.set()
         elif left_s > 0:
             self._valid_until_s = self._valid_from(asked_s)
@@ -195,8 +196,8 @@ def _try_once(
     lease, granted_s = etcd.grant(ttl_s)
     if granted_s > ttl_s:
         log.warning(
-            "etcd makes a lease of %d s last %g s: a dead leader is replaced only then (the "
-            "minimum TTL of etcd is 1.5 times its --election-timeout)",
+            "etcd extends a lease of %d s to %g s, so a dead leader is replaced only after that "
+            "(the minimum TTL of etcd is 1.5 times its --election-timeout)",
             ttl_s,
             granted_s,
         )
@@ -211,7 +212,7 @@ def _try_once(
             {key: lease},
         )
     finally:
-        if not revision:  # the key may have been written: delete it before its TTL, if possible
+        if not revision:  # the answer may be lost, so delete the key before its TTL, if possible
             with contextlib.suppress(EtcdFailed):
                 etcd.revoke(lease)
     won_ttl_s = min(granted_s, ttl_s)
@@ -241,14 +242,14 @@ def _leader_of(etcd: EtcdClient, prefix: str) -> Leader:
 
 
 def leader_at(address: str, timeout_s: float = 1.0) -> Leader:
-    """The leader at etcd://HOST:PORT[,HOST:PORT...][/PREFIX]; NoLeader, EtcdFailed."""
+    """The leader at etcd://HOST:PORT[,HOST:PORT...][/PREFIX]. Raises NoLeader or EtcdFailed."""
     etcd, prefix = parse_address(address, timeout_s)
     return _leader_of(etcd, prefix)
 
 
 def waiting_at(address: str, timeout_s: float = 1.0) -> set[str]:
-    """Addresses of the directories that wait there to lead; EtcdFailed. A directory that died or
-    was elected within WAITING_TTL_S may be included."""
+    """Addresses of the directories that wait to be elected. A directory that died or was elected
+    within the last WAITING_TTL_S may be included. Raises EtcdFailed."""
     etcd, prefix = parse_address(address, timeout_s)
     folder = f"{prefix}/{WAITING}/"
     return {key.removeprefix(folder) for key, _ in etcd.under(folder, page_keys=100)}
@@ -267,7 +268,8 @@ class ElectedAddress:
         return self._leader.address
 
     def leader(self) -> Leader:
-        """The current leader; NoLeader, EtcdFailed. Does not change the result of `find`."""
+        """The current leader. Raises NoLeader or EtcdFailed. `has_moved` still compares with the
+        leader of the last `find`."""
         return _leader_of(self._etcd, self._prefix)
 
     def has_moved(self) -> bool:

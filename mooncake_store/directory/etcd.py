@@ -44,8 +44,8 @@ class EtcdAccessRefused(EtcdFailed, AccessRefused):
 
 class EtcdExhausted(EtcdFailed):
     """Every endpoint answered, and one reported that etcd is full or overloaded. The call will not
-    be executed later, but may have been executed: the write that fills etcd is executed, although
-    etcd reports an error."""
+    be executed later. But it may have been executed, because etcd reports an error also for the
+    write that fills it, and executes this write."""
 
 
 # gRPC codes in the answers of etcd. They are used instead of the HTTP status, whose relation to the
@@ -68,8 +68,9 @@ MISSING = KeyValue(b"", 0)
 
 class EtcdClient:
     """Client of one etcd cluster, without etcd's user authentication. Thread-safe. A call may be
-    sent to several endpoints. So it may have been executed even if it failed, or if a write found
-    its keys changed. Each call takes at most about `timeout_s` per endpoint."""
+    sent to several endpoints, one after the other. So it may have been executed even if it failed,
+    or if it is a write that found its keys changed (by its own earlier attempt). A call takes at
+    most about `timeout_s` per endpoint."""
 
     def __init__(self, endpoints: Sequence[str], timeout_s: float = 1.0) -> None:
         assert endpoints and timeout_s > 0
@@ -83,7 +84,7 @@ class EtcdClient:
         return int(answer["ID"]), float(answer["TTL"])
 
     def keep_alive(self, lease: int) -> float:
-        """Renew a lease. Returns the seconds until it expires; 0: it has ended."""
+        """Renew a lease. Returns the seconds until the lease expires; 0: it has ended."""
         answer = self._post("/v3/lease/keepalive", {"ID": str(lease)})
         return float(answer.get("result", {}).get("TTL", 0))
 
@@ -192,7 +193,7 @@ class MemberAdapter(HTTPAdapter):
         )
 
     def cert_verify(self, *_: Any, **__: Any) -> None:
-        """No checks here: the TLS context does them, without public certificate authorities."""
+        """No checks here, because the TLS context checks the certificate."""
 
 
 def _kind_of(answer: requests.Response) -> type[EtcdFailed]:

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 SILENCE_S_MAX = 3.5  # silence after which the feed is not current: 3.5 heartbeats
 LOOK_S = 1.25  # silence after which etcd is queried for a new leader
-LOOK_AGAIN_S = 0.2  # between two such queries
+LOOK_AGAIN_S = 0.2  # seconds between two queries of etcd for a new leader
 REFUSED_S = 1.0  # delay of the next attempt after a rejected connection
 POLL_S = 0.1  # duration of a turn without messages, so close() takes about as long
-RETRY_S = 0.25  # after a failed snapshot or callback
+RETRY_S = 0.25  # delay of the next snapshot after a failed snapshot or callback
 GREETING_S_MAX = 1.5  # wait for the first heartbeat after a subscription
 
 log = logging.getLogger(__name__)
@@ -197,8 +197,8 @@ class EventFeed:
         return True
 
     def _listen(self, stream: zmq.Socket[bytes]) -> None:
-        """Connect, and wait up to GREETING_S_MAX for the heartbeat that follows a subscription.
-        Without a heartbeat (the directory is down, for instance), only time is lost."""
+        """Connect, and wait for the heartbeat that follows a subscription, for at most
+        GREETING_S_MAX, because the directory may be down."""
         notice_silence(stream, self.events_address)
         self._access.connect(stream)
         until_s = time.monotonic() + GREETING_S_MAX

@@ -1,8 +1,8 @@
 """Log of pins and quotas in etcd: written by the leader, read by the next leader.
 
     PREFIX/state/head          epoch and number of the latest change, written with every change
-    PREFIX/state/pins/NUMBER   a record of pins (16 hexadecimal digits; MessagePack)
-    PREFIX/state/quota/TENANT  its quota in bytes
+    PREFIX/state/pins/NUMBER   a record of pins in MessagePack; NUMBER has 16 hexadecimal digits
+    PREFIX/state/quota/TENANT  the tenant's quota in bytes
 
 Each write is conditional on the mod_revisions (etcd's version of a key) of the head and of this
 leader's key, so a directory that no longer leads changes nothing. A leader first writes the head.
@@ -66,8 +66,8 @@ class LeadLost(StoreUnavailable):
 
 
 class StateJournal:
-    """For one thread at a time, except `close`. A call raises LeadLost if it finds another leader's
-    head, or if it must retry while `may_serve` is false."""
+    """For one thread at a time, except `close`. A call raises LeadLost if it finds the head of
+    another leader, or if it must wait for etcd while `may_serve` is false."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class StateJournal:
         leader_revision: int,
         may_serve: Callable[[], bool],
     ) -> None:
-        """`prefix`: of the election's keys. `leader_revision`: mod_revision of PREFIX/leader."""
+        """`prefix`: PREFIX of the election. `leader_revision`: mod_revision of PREFIX/leader."""
         self._etcd, self._epoch, self._may_serve = etcd, epoch, may_serve
         self._prefix = f"{prefix}/state"
         self._leader_key, self._leader_revision = f"{prefix}/leader", leader_revision
@@ -94,7 +94,7 @@ class StateJournal:
             self._revision = found.mod_revision
             if found.mod_revision:
                 state.number = (head := _head(found)).number
-                if head.epoch == self._epoch:  # this leader has written it, without an answer
+                if head.epoch == self._epoch:  # written by this leader, whose answer was lost
                     break
             if self._seal(state.number):
                 break
@@ -126,7 +126,7 @@ class StateJournal:
                 log.error("%s in etcd is damaged; the quota is lost", key)
 
     def write(self, change: LogChange) -> None:
-        """Write the change to etcd. StateNotSaved: the change is not and will not be written."""
+        """Write the change to etcd. After StateNotSaved, it is not and will not be written."""
         head = Head(self._epoch, change.number, self._seals)
         values = {self._head_key: msgspec.json.encode(head)}
         gone: list[tuple[str, str]] = []
@@ -167,7 +167,7 @@ class StateJournal:
                 self._revision = found.mod_revision
                 if _head(found).epoch != self._epoch:
                     raise LeadLost("another directory leads by now: find the leader")
-                # False: the head is an earlier seal of this leader, whose answer was lost.
+                # Another head is an earlier seal of this leader, whose answer was lost.
                 return found.value == head
             if is_over or self._seal(number):
                 return False

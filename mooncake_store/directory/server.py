@@ -67,7 +67,7 @@ class TurnClock:
 
 
 class DirectoryServer:
-    """A Directory with sockets for requests and events. AddressTaken, AddressUnguarded."""
+    """A Directory with sockets for requests and events. Raises AddressTaken, AddressUnguarded."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class DirectoryServer:
         events = self.directory.events_since(self._published)
         first_sequence, self._published = self._published + 1, latest
         if events is None:
-            return  # more events than the log keeps; subscribers detect the gap at a heartbeat
+            return  # some are no longer in the log; subscribers detect the gap at a heartbeat
         log_members(events)
         messages = protocol.to_messages(events)
         self._send_event(
@@ -262,7 +262,8 @@ def log_members(events: list[Event]) -> None:
 
 
 def refuse_second_server(address: str) -> None:
-    """Raise AddressTaken if a process listens at this ipc:// address: bind would take it over."""
+    """Raise AddressTaken if a process listens at this ipc:// address, because bind would take the
+    address from that process."""
     path = address.removeprefix("ipc://")
     if path == address or not os.path.exists(path):
         return

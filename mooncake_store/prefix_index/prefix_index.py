@@ -2,8 +2,8 @@
 
 A holder is the DRAM or the SSD of a storage node. A lookup intersects the bitmaps of the prompt's
 block keys in order. A holder leaves the result at the first block that it lacks, and its prefix
-ends before this block. Most steps change nothing: the blocks of one prompt were added together, so
-they share one bitmap object. A step to the same object costs one comparison of addresses.
+ends before this block. Most steps change nothing, because blocks of one prompt that were added
+together share one bitmap object. A step to the same object costs one comparison of addresses.
 
 The answer is a list of *index tuples* (Segment), one for each depth at which a holder leaves. It
 can be read as an array (`blocks_by_number`) or by name (`match`).
@@ -46,8 +46,8 @@ class NumberedHolder:
     number: int  # from 0, the lowest that was free
     bit: int  # 1 << number
     blocks: int = 0  # number of keys whose bitmap has the bit
-    # A bitmap before and after the last change for this holder; -1: none. If the next key has the
-    # same object before its change, it gets the same object after it. So keys share bitmaps.
+    # A bitmap object before and after the last change for this holder; -1: none. If the next key
+    # to change has the object `before`, it gets the object `after`. So keys share bitmap objects.
     before_add: int = -1
     after_add: int = -1
     before_remove: int = -1
@@ -78,7 +78,8 @@ class _Masks(dict[int, Mask]):
 
 
 class _Starts(dict[Segment, BlockCounts]):
-    """Cache: first index tuple of an answer -> its array. Most answers have the same first one."""
+    """Cache: first index tuple of an answer -> its array. Most answers begin with the same
+    tuple."""
 
     def __init__(self, masks: _Masks) -> None:
         self._masks = masks
@@ -264,7 +265,7 @@ class PrefixIndex:
         assert blocks_max > 0
         self.blocks_max = blocks_max
         self._holders = HolderNumbers()
-        # The last element of its result is 0, so index -1 (a holder without blocks) reads 0.
+        # The last element of the array is 0, so index -1 (a holder without blocks) reads 0.
         self.blocks_by_number = self._holders.blocks_by_number
         self.number, self.name = self._holders.number, self._holders.name
         self._cleared: list[tuple[dict[bytes, int], KeyPages]] = []  # contents before `clear`
@@ -278,7 +279,8 @@ class PrefixIndex:
         self._keys_to_sweep = 0  # keys still to sweep, see _sweep_after
 
     def __len__(self) -> int:
-        """The number of keys with holders. A key with only dropped holders counts until swept."""
+        """The number of keys with holders. A key whose holders are all dropped counts until a sweep
+        reaches it."""
         return len(self._bitmaps) - self._empty
 
     def __contains__(self, key: bytes) -> bool:
@@ -362,7 +364,7 @@ class PrefixIndex:
 
     def sweep(self, keys_max: int) -> bool:
         """Free dropped holders and removed keys, visiting about `keys_max` keys. Changes sweep too;
-        this call is for idle moments. False: nothing is left to free."""
+        this call is for idle moments. Returns False if nothing is left to free."""
         while keys_max > 0:
             if self._cleared:
                 keys_max -= self._free_a_page()

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Each use of a slot has a number, its generation, below 2**64 on the wire and in headers. From this
-# value on it is damaged: directories count from at most EPOCH_MAX * GENERATIONS_PER_EPOCH.
+# Each use of a slot has a number, its generation. The wire and headers have 64 bits for it. A value
+# from GENERATION_MAX on is damaged: directories start at most at EPOCH_MAX * GENERATIONS_PER_EPOCH.
 GENERATION_MAX = 2**62
 GENERATIONS_PER_EPOCH = 2**20
 # An epoch is the start time of a directory in milliseconds since 1970; this is the year 2074. A
@@ -78,7 +78,7 @@ REFUSED, STORED, THERE = 0, 1, 2
 class ReservedCommit:
     """The answer to `commit_reserved`."""
 
-    verdicts: tuple[int, ...]  # per block; an owner's slot that is not STORED stays reserved
+    verdicts: tuple[int, ...]  # per block; without STORED, the owner's slot stays reserved
     is_held: bool  # whether this owner had reserved slots; False: all its earlier slots are lost
     most: int  # slots that the owner may have reserved now; the owner returns slots above that
     slots: tuple[tuple[int, int], ...]  # newly reserved slots: (slot, generation)

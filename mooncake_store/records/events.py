@@ -6,7 +6,8 @@ another epoch, takes a snapshot. Until the next event or snapshot arrives, a rep
 copy or list a removed copy.
 
 When a storage node leaves, one BlockRemoved for each of its announced copies comes first, then
-NodeDown. A replica may use either. Ephemeral copies (of a single request) are never announced.
+NodeDown. A replica may ignore either kind. Ephemeral copies (of a single request) are never
+announced.
 
 Not here: sending events (mooncake_store/directory/server.py), subscribing (event_feed.py).
 """
@@ -28,7 +29,7 @@ NOTES_BYTES_KEPT_MAX = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class BlockAdded:
-    """A block became readable on a node. `copy`: its location; never None from the directory."""
+    """A block became readable on a node. `copy`: its location; the directory always gives it."""
 
     key: bytes
     node_id: str

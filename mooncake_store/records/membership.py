@@ -70,7 +70,7 @@ class WorkerInfo:
     context_tokens_max: int
     pages_max: int
     slots_max: int  # request slots: concurrent requests
-    # Of step times, as in conductor/estimates/estimates.py; (): not calibrated.
+    # Coefficients of step times, see conductor/estimates/estimates.py; (): not calibrated.
     prefill_coefficients: tuple[float, ...]
     decode_coefficients: tuple[float, ...]
     # node_id -> rate of reads from the node, measured at the worker's start.
@@ -78,7 +78,7 @@ class WorkerInfo:
     # node_id -> latency of one small read, measured with the rates.
     transfer_latency_s: dict[str, float]
     grpc_address: str = ""  # HOST:PORT of the Triton that serves the worker; "" without one
-    # Whether its engine transfers KV itself, so that a prompt needs no memory of its node.
+    # Whether the engine transfers KV itself, so that prompts need no memory of the storage node.
     is_native: bool = False
     can_flip: bool = False  # whether it can drain and register in the other role on request
     # Prefill workers with the same group name compute a share of the layers each, as pipeline

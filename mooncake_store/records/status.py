@@ -13,8 +13,8 @@ class HolderStats:
     incarnation: str
     tier: str
     segment_bytes: int
-    fingerprint: str  # fingerprint of the first worker that attached; empty before
-    block_bytes: int  # block size of that worker; 0 before
+    fingerprint: str  # of the first worker that attached; "": none has attached
+    block_bytes: int  # block size of the first worker that attached; 0: none has attached
     unit_bytes: int
     units: int
     used_units: int  # units of ready, writing and leased corrupt blocks, and of reserved slots
@@ -41,10 +41,10 @@ class DirectoryStats:
     sequence: int  # number of the latest event
     blocks: int  # distinct announced keys
     copies: int  # copies of these keys, over all holders
-    ephemeral: int  # copies for a single request, which are freed with its lease
+    ephemeral: int  # copies for a single request, which are freed with their last lease
     used_bytes: int  # sum over all holders
     leases: int  # one per copy and owner
-    owners: int  # with leases
+    owners: int  # owners of leases
     workers: int
     pins: int  # pinned keys
     tenants: tuple[tuple[str, int, int], ...]  # (name, used bytes, quota bytes)

@@ -1,7 +1,7 @@
 """Reads the files of /sys that topology.py parses; as a program, prints the topology as JSON.
 
-With --record it prints the files themselves, in the format of tests/data. It reads only a few
-hundred small files. A file that cannot be read counts as missing.
+With --record it prints the files themselves, in the format of tests/data. A file that cannot be
+read counts as missing.
 
 Network interfaces with their addresses are read here too, for nic_choice.py.
 
@@ -126,7 +126,7 @@ def _addresses(name: str) -> list[ipaddress.IPv4Interface | ipaddress.IPv6Interf
 
 def host_data_network() -> DataNetwork:
     """The cards of this host that move KV to other hosts by NIXL, from the current environment."""
-    # UCX's ports accept any client. So a process with access keys uses only cards that are named.
+    # UCX's ports accept any client. So a process with keys uses only cards that TRUSTED_NICS names.
     unless_named = None if of_process() is None else ""
     trusted = os.environ.get(TRUSTED_NICS, unless_named)
     return data_network(host_interfaces(), trusted, os.environ.get("UCX_NET_DEVICES", ""))

@@ -1,12 +1,12 @@
 """Transport over shared memory: the node's segment is mapped, and bytes are copied by memcpy.
 
 It reaches only nodes of this host (same /dev/shm). The node takes no part in a copy, so blocks of a
-frozen node can be read and written. A transfer with a dead node fails: before and after each batch
-the transport checks the node's lock on its segment file (segment.py).
+frozen node can be read and written. A transfer with a dead node fails, because before and after
+each batch the transport checks the node's lock on its segment file (memory/segment.py).
 
 The memory of a dead node stays allocated until the last process has unmapped it, and the restarted
 node may need that memory. So a thread checks the locks four times a second and unmaps segments of
-dead nodes. A view in use keeps its mapping until the view is dropped (segment.py).
+dead nodes. A view in use keeps its mapping until the view is dropped.
 
 Not here: deciding that a node is on this host (known_nodes.py).
 """
@@ -27,7 +27,7 @@ from mooncake_store.records.membership import NodeInfo
 from mooncake_store.transports.transport import TransferBatch, Transport
 
 log = logging.getLogger("mooncake_store.store")
-LOOK_S = 0.25  # between two checks of the owners' locks; a check takes a microsecond per segment
+LOOK_S = 0.25  # seconds between two checks of the locks; a check takes 1 us per segment
 
 
 class MappedTransport(Transport):
@@ -108,8 +108,8 @@ class MappedTransport(Transport):
 
     @contextlib.contextmanager
     def owned(self, node: NodeInfo) -> Iterator[ByteArray]:
-        """The node's whole segment, for the caller to copy. TransferFailed if the node is dead at
-        the start or at the end: what was read or written is then void."""
+        """The node's whole segment, for the caller to copy. Raises TransferFailed if the node is
+        dead at the start or at the end; bytes that were read or written are void then."""
         try:
             segment = self.segment(node)
             yield _living_view(node, segment)

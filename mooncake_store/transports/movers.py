@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-COPIED_BYTES = 16 * 1024**2  # copied between two checks of the deadline, in mapped segments
+COPIED_BYTES = 16 * 1024**2  # bytes copied in mapped segments between two checks of the deadline
 T = TypeVar("T")
 R = TypeVar("R")
 

@@ -33,7 +33,7 @@ PROBE_BYTES = 2 * 1024**2
 HELLO_BYTES = 4096
 ROUNDS = 5
 PROBE_S_MAX = 0.25  # per node and transport
-AGAIN_S = 0.05  # between two probes of a node that did not answer
+AGAIN_S = 0.05  # pause between two probes of a node that did not answer
 CMA_OVER_TCP_MIN = 1.5  # rate of NIXL over plain TCP; measured: 3.9 with CMA, 0.9 without
 
 
@@ -69,7 +69,7 @@ class Probe:
 
     def rates(self, patience_s: float = 0.0) -> dict[str, float]:
         """Bytes per second from each node that answers within PROBE_S_MAX. Other nodes are probed
-        again until `patience_s` has passed: on a busy machine a working node may answer late."""
+        again until `patience_s` has passed, because on a busy machine a node may answer late."""
         found: dict[str, PathReport] = {}
         until_s = time.monotonic() + patience_s
         self._nodes.refresh()
@@ -112,10 +112,10 @@ class Probe:
         warning = ""
         if plain is not None and rate < CMA_OVER_TCP_MIN * plain[0]:
             warning = (
-                f"on this host, but NIXL is no faster ({_gb(rate)}) than plain TCP "
-                f"({_gb(plain[0])}): its processes cannot copy from each other; run them as one "
-                "user, in one PID and IPC namespace (containers: --pid=host --ipc=host), and see "
-                "kernel.yama.ptrace_scope"
+                f"on this host, but NIXL ({_gb(rate)}) is hardly faster than plain TCP "
+                f"({_gb(plain[0])}), probably because the processes cannot copy from each other: "
+                "run them as one user, in one PID and IPC namespace (containers: --pid=host "
+                "--ipc=host), and see kernel.yama.ptrace_scope"
             )
         return PathReport(info.node_id, transport.name, rate, latency_s, warning)
 
@@ -135,8 +135,8 @@ class Probe:
             log.warning("node_id=%s is %s", path.node_id, path.warning)
 
     def _measured(self, info: NodeInfo, transport: Transport) -> tuple[float, float] | None:
-        """(bytes per second, seconds for one small read); None: the time was too short.
-        TransferFailed: the node failed before the first read of PROBE_BYTES."""
+        """(bytes per second, seconds for one small read); None: the time was too short. Raises
+        TransferFailed if the node failed before the end of the first read of PROBE_BYTES."""
         until_s = time.monotonic() + PROBE_S_MAX
         length_bytes = min(PROBE_BYTES, info.segment_bytes)
         hello_bytes = min(HELLO_BYTES, length_bytes)

@@ -76,7 +76,7 @@ def pack(kind: FrameKind, count: int, version: int = VERSION) -> bytes:
 
 
 def unpack(raw: bytes | bytearray) -> tuple[FrameKind, int]:
-    """(kind, count) of a header. FrameInvalid: it is no header of this version."""
+    """(kind, count) of a header. Raises FrameInvalid if it is no header of this version."""
     magic, version, kind, count = HEADER.unpack(raw)
     if magic != MAGIC:
         raise FrameInvalid(f"{bytes(raw[:4])!r} is not the start of a {MAGIC.decode()} frame")
@@ -100,7 +100,7 @@ def unpack_spans(raw: bytes | bytearray) -> list[tuple[int, int]]:
 
 
 def send(connection: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
-    """Send all pieces in order. TimeoutError at `until_s`, OSError if the connection breaks."""
+    """Send all pieces in order. Raises TimeoutError at `until_s`, and OSError."""
     left = Pieces(pieces)
     while batch := left.next():
         connection.settimeout(_left_s(until_s))
@@ -108,7 +108,7 @@ def send(connection: socket.socket, pieces: Sequence[memoryview], until_s: float
 
 
 def receive(connection: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
-    """Fill all pieces in order. PeerClosed if the stream ends before."""
+    """Fill all pieces in order. Raises PeerClosed if the stream ends before."""
     left = Pieces(pieces)
     while batch := left.next():
         connection.settimeout(_left_s(until_s))

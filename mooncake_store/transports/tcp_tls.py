@@ -1,7 +1,7 @@
 """Mutual TLS on the connections of the TCP transport, for processes with keys.
 
 Each side presents its host's certificate before the first frame. A rejected client receives the
-reason: a client without TLS as an unencrypted frame, one with a wrong certificate as a TLS alert.
+reason: a client without TLS as an unencrypted frame, another client as a TLS alert.
 
 Not here: the certificates (keys/tls.py), the frames (tcp_frames.py).
 """
@@ -41,7 +41,7 @@ def wrapped_by_server(connection: socket.socket, contexts: TlsContexts) -> ssl.S
 
 
 def server_handshake(secured: ssl.SSLSocket, until_s: float) -> None:
-    """Complete the handshake; OSError if the client presents no valid certificate."""
+    """Complete the handshake. Raises OSError if the client presents no valid certificate."""
     secured.settimeout(max(0.001, until_s - time.monotonic()))
     try:
         secured.do_handshake()

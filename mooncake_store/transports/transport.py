@@ -74,8 +74,7 @@ class TransferCounters:
 
 
 def check_spans(node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[LocalSpan]) -> int:
-    """The bytes to move; TransferFailed if a span leaves its memory. Span pairs have equal
-    lengths."""
+    """The number of bytes to move. Raises TransferFailed if a span is outside its memory."""
     assert len(remote) == len(local), f"{len(remote)} remote spans, {len(local)} local ones"
     moved_bytes, segment_bytes = 0, node.segment_bytes
     for there, (buffer, here) in zip(remote, local, strict=True):
@@ -96,7 +95,7 @@ def check_spans(node: NodeInfo, remote: Sequence[ByteSpan], local: Sequence[Loca
 
 
 def left_to_write_s(until_s: float) -> float:
-    """Seconds until `until_s` (time.monotonic()). TransferTimeout if that has passed."""
+    """Seconds until `until_s` (time.monotonic()). Raises TransferTimeout if it has passed."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TransferTimeout("the deadline passed before everything was written")
@@ -150,7 +149,7 @@ class Transport:
         raise NotImplementedError
 
     def disconnect(self, node_id: str) -> bool:
-        """End connections to this node, if any. False: one is busy, so repeat the call later."""
+        """End connections to this node, if any. False: a connection is busy; call again later."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -165,8 +164,8 @@ class Transport:
         """Forget a buffer without transfers in flight. Unknown buffers are accepted."""
 
     def pending_targets(self) -> list[LocalSpan]:
-        """Local spans that timed-out reads may still write. The call also polls these reads. Always
-        empty for a transport whose bytes stop at the deadline."""
+        """Local spans that timed-out reads may still write. The call also polls these reads. The
+        result is [] for a transport that writes nothing after the deadline."""
         return []
 
     def keeps_order(self, node: NodeInfo) -> bool:

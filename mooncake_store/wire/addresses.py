@@ -5,8 +5,8 @@ name and is resolved before bind. So the bound address is an IPv4 address or `*`
 can check whether other hosts reach it. IPv6 is not enabled.
 
 TCP alone detects a cut link only after minutes. Its retransmissions become ever rarer, so messages
-would be delayed long after the link works again. Without an answer to a heartbeat, ZeroMQ closes
-the connection and opens a new one.
+would be delayed long after the link works again. So ZeroMQ sends heartbeats. If there is no answer
+to a heartbeat, ZeroMQ closes the connection and opens a new one.
 
 Not here: which processes may use a socket (keys/).
 """
@@ -22,7 +22,7 @@ import zmq
 
 TCP = "tcp://"
 ELECTED = "etcd://"  # address of an election, whose leader is the directory
-HEARTBEAT_MS = 1_000  # between two heartbeats
+HEARTBEAT_MS = 1_000  # time between two heartbeats
 SILENCE_MS_MAX = 3_000  # from a heartbeat without any answer until the connection is closed
 CONNECT_MS_MAX = 2_000  # duration of one attempt to connect
 
@@ -32,7 +32,7 @@ class NameUnknown(zmq.ZMQError):  # a ZMQError, so that it is handled like a tak
 
 
 def bindable(address: str) -> str:
-    """The address with the host's name resolved; unchanged if it is not tcp://. NameUnknown."""
+    """The address with the host's name resolved; unchanged if not tcp://. Raises NameUnknown."""
     if not address.startswith(TCP):
         return address
     host, _, port = address.removeprefix(TCP).rpartition(":")
@@ -40,8 +40,8 @@ def bindable(address: str) -> str:
 
 
 def number_of_host(host: str) -> str:
-    """An IP address or `*` (every address of this host) unchanged; a name as its first IPv4
-    address. NameUnknown."""
+    """An IP address or `*` (every address of this host) unchanged; for a name, its first IPv4
+    address. Raises NameUnknown."""
     bare = host.strip("[]")
     if bare == "*" or is_number(bare):
         return host

@@ -1,7 +1,7 @@
 """The messages between the directory and all other processes (docs/reference/store.md).
 
-The requests are the verbs of `Directory`: one struct each, with the same field names, the verb as
-tag, and the type of its result. The bodies of the event stream are here too.
+Each verb of `Directory` has a struct. Its fields are the arguments of the verb, its tag is the name
+of the verb, and its type argument is the type of the result. The bodies of the event stream follow.
 
 Bounds are part of the types (a block key has 16 bytes, a lease is 0 to 3,600 s, ...). So msgspec
 rejects a message that exceeds a bound when it decodes the message, and names the field.
@@ -39,8 +39,8 @@ from mooncake_store.wire.request_reply import Verb
 
 T = TypeVar("T")
 KEYS_MAX = 65_536  # in one request
-# Most bytes of NoteRouted.notes. Notes about 64 routed requests usually have 10 KB, and 0.4 MiB
-# with the longest tenant names, which clients choose.
+# Most bytes of NoteRouted.notes. Notes about 64 routed requests usually have 10 KB. With the
+# longest tenant names, which clients choose, they have 0.4 MiB.
 NOTES_BYTES_MAX = 512 * 1024
 
 Key = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]

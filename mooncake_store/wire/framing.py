@@ -47,7 +47,7 @@ def pack_header(kind: MessageKind, number: int, version: int = PROTOCOL_VERSION)
 
 
 def unpack_header(frame: bytes) -> Header:
-    """The header in a frame. RequestInvalid: no header. ProtocolMismatch: another version."""
+    """The header in a frame. Raises RequestInvalid or, for another version, ProtocolMismatch."""
     if len(frame) != _HEADER.size or frame[:2] != _MAGIC or frame[2] > max(MessageKind):
         raise RequestInvalid(f"this is not a mooncake_store header: {frame[:16].hex()}")
     _, kind, _, version, _, number = _HEADER.unpack(frame)
@@ -73,7 +73,7 @@ def to_stream(frames: list[bytes]) -> bytes:
 
 def from_stream(incoming: bytearray, body_bytes_max: int | None = None) -> list[bytes] | None:
     """Remove and return the first message of the received bytes; None: it is not complete yet.
-    ValueError: its body is longer than `body_bytes_max`, complete or not."""
+    Raises ValueError if the body, complete or not, is longer than `body_bytes_max`."""
     if len(incoming) < _PREFIX_BYTES:
         return None
     (length,) = _LENGTH.unpack_from(incoming, _HEADER.size)

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from mooncake_store.keys.folder import VARIABLE
 
-LOOK_S = 30.0  # between two checks
+LOOK_S = 30.0  # seconds between two checks
 
 log = logging.getLogger(__name__)
 _lock = threading.Lock()

@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 MESSAGES_MAX = 10_000  # messages in one queue of ZeroMQ
 READ_AT_ONCE_MAX = 256  # messages per call of on_messages
 OUTBOX_SOCKETS_MAX = 256  # beyond this, the socket that was opened first is closed
-OUTBOX_IDLE_S = 10.0  # longer than until the directory reports a silent process as lost
-DROP_NOTE_S = 1.0  # between two log lines about unreadable messages
-REFUSED_S = 1.0  # before a retry after an inbox rejected this process
+OUTBOX_IDLE_S = 10.0  # unused sockets may be closed; longer than worker_ttl_s of the directory
+DROP_NOTE_S = 1.0  # seconds between two log lines about unreadable messages
+REFUSED_S = 1.0  # pause before a retry after an inbox rejected this process
 POLL_MS = 200  # delay until close() is noticed
-CLOSE_S_MAX = 5.0  # for the thread of an inbox to end, and for messages of a closed idle socket
+CLOSE_S_MAX = 5.0  # seconds for an inbox's thread to end, or a closed idle socket to send its queue
 MESSAGE_BYTES_MAX = 16 * 2**20  # of one frame from another host
 MESSAGE_VERSION = 1
 _MARK = b"MM" + MESSAGE_VERSION.to_bytes(2, "little")  # before each message
@@ -51,8 +51,8 @@ M = TypeVar("M")
 
 class Inbox(Generic[M]):
     """Receives in its own thread, which calls `on_messages` with up to READ_AT_ONCE_MAX messages in
-    order. The result of `on_messages` is the most seconds until its next call, even without
-    messages, or None. An exception in `on_messages` is logged, and the inbox continues."""
+    order. `on_messages` returns the most seconds until its next call, which then happens even
+    without messages, or None. After an exception in `on_messages`, the inbox continues."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Inbox(Generic[M]):
         """`address`: ipc://PATH or tcp://HOST:PORT, * for any free port. `listen`: the address to
         bind, if it differs from the address for senders. `turn_s`: the most seconds until the next
         call of `on_messages` if it returns None. `attach` joins a message and its attachment; None:
-        messages with attachments are dropped. `message_bytes_max`: per frame from another host.
+        messages with attachments are dropped. `message_bytes_max`: per frame over tcp://.
 
-        zmq.ZMQError: the bind failed. AddressUnguarded: other hosts reach the address, and there
-        are no keys.
+        Raises zmq.ZMQError if the bind fails, and AddressUnguarded if other hosts reach the address
+        and there are no keys.
         """
         self._decode, self._on_messages = decode, on_messages
         self._attach = attach
@@ -136,7 +136,7 @@ class Inbox(Generic[M]):
         return messages
 
     def _attachment(self) -> memoryview:
-        """The frame after a message. RequestInvalid: more than one further frame."""
+        """The frame after a message. Raises RequestInvalid if there is more than one."""
         frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         if len(frames) != 1:
             raise RequestInvalid(f"a message with {len(frames)} attachments")
@@ -168,8 +168,8 @@ class Outbox(Generic[M]):
     def send(self, address: str, message: M, attachment: memoryview | None = None) -> bool:
         """Send a message to the inbox at `address`. False: the message is lost, because the queue
         for this inbox is full, or the inbox rejects this process. After close() every message is
-        lost, and the result is True. zmq.ZMQError: the address is invalid. An attachment is not
-        copied, so its memory must not be written any more."""
+        lost, and the result is True. Raises zmq.ZMQError if the address is invalid. An attachment
+        is not copied, so its memory must not be written any more."""
         data = sealed(self._encode(message), self._secret)
         with self._lock:
             if self._is_closed:
@@ -191,8 +191,8 @@ class Outbox(Generic[M]):
         return True
 
     def _opened(self, address: str) -> _InboxSocket:
-        """Open a new socket to this inbox, and close idle sockets. A restarted process has another
-        inbox, and ZeroMQ would retry to reach its earlier inbox without end."""
+        """Open a new socket to this inbox, and close idle sockets, because ZeroMQ would retry
+        without end to reach the inbox of a process that has ended."""
         if address in self._sockets:
             self._sockets.pop(address).close()
         idle_s = time.monotonic() - OUTBOX_IDLE_S
@@ -256,7 +256,7 @@ def sealed(data: bytes, secret: str) -> bytes:
 
 
 def opened(data: bytes, secret: str) -> bytes:
-    """The message in `data`. RequestInvalid: another secret. ProtocolMismatch: another version."""
+    """The message in `data`. Raises RequestInvalid or ProtocolMismatch."""
     known = secret.encode()
     if not hmac.compare_digest(data[: len(known)], known):
         raise RequestInvalid("its sender has another secret")

@@ -25,7 +25,7 @@ from mooncake_store.wire.request_reply import Requester, Verb, ZeroMqConnection
 BLOCKS_MAX = 4_096  # in one request
 DEADLINE_S_MAX = 600.0  # of one request; the client shortens longer deadlines to this
 TIMEOUT_S = 2.0  # for verbs that move no bytes
-MARGIN_S = 1.0  # time after the deadline, which the node keeps, for the reply to arrive
+MARGIN_S = 1.0  # seconds after the deadline for the reply to arrive
 
 Deadline = Annotated[float, msgspec.Meta(gt=0.0, le=DEADLINE_S_MAX)]
 
@@ -112,11 +112,11 @@ class NodeClient:
 
     def load(self, blocks: Sequence[Restore], deadline_s: float, epoch: int = 0) -> list[bool]:
         """Load these blocks from the SSD into the segment. True: the block is verified, and its
-        header is READY. False: the block is missing, corrupt (then removed from the directory), or
-        late; no bytes are in flight, so its slot may be abandoned.
+        header is READY. False: the block is missing, late, or corrupt and therefore removed from
+        the directory. No bytes are in flight for it, so its slot may be abandoned.
 
-        StoreUnavailable, TransferTimeout: bytes may still arrive. EpochPassed: the node belongs to
-        another epoch now, and no block was loaded; headers may be marked as "writing".
+        After StoreUnavailable or TransferTimeout, bytes may still arrive. After EpochPassed, no
+        block was loaded, because the node belongs to another epoch now; headers may be "writing".
         """
         deadline_s = min(deadline_s, DEADLINE_S_MAX)
         request = LoadBlocks(list(blocks), deadline_s, epoch)
@@ -126,8 +126,8 @@ class NodeClient:
         self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float, epoch: int = 0
     ) -> list[bool]:
         """Make the node copy these blocks of other nodes. True: the node has the block afterwards.
-        The caller must lease the copies until the reply. EpochPassed: the directory of `epoch`,
-        which granted these leases, is no longer the leader, and nothing was copied."""
+        The caller must lease the copies until the reply. Raises EpochPassed if the directory of
+        `epoch`, which granted these leases, is no longer the leader; nothing was copied then."""
         deadline_s = min(deadline_s, DEADLINE_S_MAX)
         request = Fetch(list(keys), list(copies), deadline_s, epoch)
         return self._requester.ask(request, deadline_s + MARGIN_S)
@@ -140,7 +140,8 @@ class NodeClient:
         self._requester.ask(Leave(), timeout_s)
 
     def close(self) -> None:
-        """Idempotent. A call in progress in another thread raises StoreUnavailable."""
+        """A second call has no effect. Calls of other threads in progress raise
+        StoreUnavailable."""
         self._requester.close()
 
     def __enter__(self) -> NodeClient:

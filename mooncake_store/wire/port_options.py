@@ -16,7 +16,7 @@ def add_port_options(parser: argparse.ArgumentParser) -> None:
         "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
     )
     parser.add_argument(
-        "--metrics-address", default=LOOPBACK, help="address of that port (%(default)s)"
+        "--metrics-address", default=LOOPBACK, help="address of the HTTP port (%(default)s)"
     )
     parser.add_argument(
         "--insecure",

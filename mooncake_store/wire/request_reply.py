@@ -1,4 +1,4 @@
-"""Requests and replies: each request has a deadline, and its reply is a result or an error.
+"""Requests with a deadline, and their replies: a result or an error.
 
 The requesting side has a Requester, which uses one connection per request: a Unix socket
 (unix_socket.py) or a ZeroMQ socket. Without a reply before the deadline, it raises StoreUnavailable
@@ -41,7 +41,7 @@ from mooncake_store.wire.framing import (
 from mooncake_store.wire.idle_look import look_after
 
 CONNECTIONS_IDLE_MAX = 4  # connections that a Requester keeps for later requests
-MOVED_CHECK_S = 0.25  # without a reply, until the check whether another server was elected
+MOVED_CHECK_S = 0.25  # seconds without a reply until has_moved is called (ZeroMqConnection)
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -138,8 +138,8 @@ class Responder(Generic[R]):
 def listening(
     context: zmq.Context[Any], kind: int, address: str, is_directory: bool = False
 ) -> tuple[zmq.Socket[bytes], str]:
-    """A bound ZeroMQ socket of a server, and its address for clients. zmq.ZMQError: the bind
-    failed. StoreError: other hosts reach the address, and keys are missing (keys/curve.py)."""
+    """A bound ZeroMQ socket of a server, and its address for clients. Raises zmq.ZMQError if the
+    bind fails, and StoreError if other hosts reach the address without keys (keys/curve.py)."""
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES_MAX)
@@ -165,8 +165,8 @@ class Connection(Protocol):
     """Carries one request at a time; used by one thread at a time."""
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """The reply to request `number`; None without one at `deadline_s` (time.monotonic()), or
-        earlier if no reply can arrive."""
+        """The reply to request `number`. None: no reply has arrived by `deadline_s`
+        (time.monotonic()), or none can arrive."""
 
     def send(self, frames: list[bytes]) -> None:
         """Send without waiting. The request may be lost. The next exchange discards its reply."""
@@ -205,7 +205,7 @@ class ZeroMqConnection:
         return socket
 
     def exchange(self, frames: list[bytes], number: int, deadline_s: float) -> list[bytes] | None:
-        """As Connection.exchange. AccessRefused: the server rejects this process."""
+        """As Connection.exchange. Raises AccessRefused if the server rejects this process."""
         with contextlib.suppress(zmq.ContextTerminated):  # closed by another thread
             self.send(frames)
             while (left_s := deadline_s - time.monotonic()) > 0:
@@ -233,7 +233,7 @@ class ZeroMqConnection:
         return self._socket in ready, monitor in ready
 
     def send(self, frames: list[bytes]) -> None:
-        # zmq.Again: a handshake failed, and ZeroMQ has closed the connection; the request is lost.
+        # zmq.Again: ZeroMQ has closed the connection after a failed handshake; the request is lost.
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
 
@@ -246,8 +246,8 @@ class ZeroMqConnection:
 
 
 class Requester:
-    """Sends requests to one server, and keeps connections for later requests. Thread-safe.
-    `is_in_order`: one request at a time over one connection, for a server that answers in order and
+    """Sends requests to one server, and keeps connections for later requests. Thread-safe. With
+    `is_in_order`, there is one request at a time, over one connection: for a server that answers
     fast. Otherwise concurrent requests have connections of their own, so that a slow request delays
     no other request."""
 
@@ -270,13 +270,13 @@ class Requester:
         look_after(self)
 
     def ask(self, request: Verb[T], timeout_s: float) -> T:
-        """The result in the reply, or raise the error in the reply. StoreUnavailable: no reply in
-        time, or this Requester is closed."""
+        """The result in the reply. Raises the error in the reply, or StoreUnavailable if there is
+        no reply in time or this Requester is closed."""
         deadline_s = time.monotonic() + timeout_s
         body = msgspec.msgpack.encode(request)
         if self._turn is not None and not self._turn.acquire(timeout=timeout_s):
             raise self._silent(
-                request, timeout_s, "other threads used the connection until the deadline"
+                request, timeout_s, "it was not sent, because other threads used the connection"
             )
         try:
             connection, number = self._take_connection()
@@ -324,8 +324,8 @@ class Requester:
                 connection.close()
 
     def close(self) -> None:
-        """A second call has no effect. With `is_in_order`, close waits for a request in progress in
-        another thread. Otherwise such a request ends with StoreUnavailable."""
+        """A second call has no effect. With `is_in_order`, close waits for a request of another
+        thread that is in progress. Otherwise that request ends with StoreUnavailable."""
         with self._turn or contextlib.nullcontext():
             with self._lock:
                 self._is_closed = True

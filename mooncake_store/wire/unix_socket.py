@@ -1,9 +1,9 @@
 """Requests over a Unix socket of one host: the same frames as over ZeroMQ, in less time.
 
 A round trip through ZeroMQ wakes a thread six times (the server, both I/O threads, the client) and
-takes 110-140 us here. Through a Unix socket it wakes a thread twice and takes 5-6 us. A directory
-that listens at ipc://PATH also listens at PATH.direct. Clients of ipc://PATH use the Unix socket;
-other clients use ZeroMQ.
+takes 110-140 us on two shared cores. Through a Unix socket it wakes a thread twice and takes 5-6
+us. A directory that listens at ipc://PATH also listens at PATH.direct. Clients of ipc://PATH use
+the Unix socket; other clients use ZeroMQ.
 
 Not here: the bytes of a message (framing.py), tcp:// and events (ZeroMQ).
 """
@@ -25,9 +25,9 @@ CONNECTIONS_MAX = 4_096  # connected clients
 UNREAD_BYTES_MAX = 2 * REQUEST_BYTES_MAX  # a client with more bytes of unread replies is dropped
 RECEIVE_BYTES = 64 * 1024  # per recv; above 128 KiB, malloc would use mmap, which takes 12 us
 PATH_BYTES_MAX = 107  # limit of the kernel
-RETRY_S = 0.02  # between two attempts of a client to connect
-ACCEPT_PAUSE_S = 0.1  # after a failed accept, for example without free descriptors
-NOTE_S = 10.0  # between two log lines about failed accepts
+RETRY_S = 0.02  # pause between two attempts of a client to connect
+ACCEPT_PAUSE_S = 0.1  # pause after a failed accept, for example without free descriptors
+NOTE_S = 10.0  # seconds between two log lines about failed accepts
 
 log = logging.getLogger(__name__)
 Reply = Callable[[list[bytes]], list[bytes] | Later]  # frames of a request -> frames of its reply
@@ -84,7 +84,8 @@ class UnixListener:
         # time.monotonic() of the next accept and of the next log line
         self._accept_s = self._note_s = float("-inf")
         with contextlib.suppress(FileNotFoundError):
-            # An ended process left the file: this process has bound the ZeroMQ address beside it.
+            # Only an ended process can have left the file, because this process has bound the
+            # ZeroMQ address beside it.
             os.unlink(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
@@ -107,14 +108,13 @@ class UnixListener:
                 self._serve(fd, self._clients[fd])
 
     def _accept(self) -> None:
-        """Accept waiting clients. After an error, the others wait in the kernel's queue."""
+        """Accept waiting clients. After an error, the remaining ones wait in the kernel's queue."""
         while True:
             try:
                 peer, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            # For example no free descriptor: connected clients are still served.
-            except OSError as error:
+            except OSError as error:  # for example, there is no free descriptor
                 self._accept_s = time.monotonic() + ACCEPT_PAUSE_S
                 self._note(f"accepted no client: {error}")
                 return

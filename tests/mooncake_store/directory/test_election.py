@@ -216,7 +216,7 @@ def test_etcd_gives_a_short_lease_its_own_least_time_and_the_leader_keeps_to_the
             return lease, 10.0 * ttl_s
 
     won = win(Generous([etcd.url], timeout_s=0.5), etcd.fresh_prefix())
-    assert "makes a lease of 1 s last 10 s" in caplog.text
+    assert "extends a lease of 1 s to 10 s" in caplog.text
     etcd.freeze()
     try:
         frozen_s = boot_s()
