@@ -58,7 +58,6 @@ class Want(NamedTuple):
 
     @property
     def end_bytes(self) -> int:
-        """End of the span: offset in the block of the first byte after it."""
         return self.start_bytes + self.length_bytes
 
     @property

@@ -133,7 +133,6 @@ class GetRequest:
         self.arrived = [False] * len(self.keys)  # whether the bytes are in the target
 
     def fitting(self, index: int, copies: tuple[Copy, ...]) -> tuple[Copy, ...]:
-        """The copies that are large enough for the target."""
         target = self.targets[index]
         if target is None:
             return ()

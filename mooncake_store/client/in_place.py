@@ -29,8 +29,6 @@ from mooncake_store.records.blocks import Copy, Slot
 
 
 class PlacedBlock(NamedTuple):
-    """A block's position in the segment."""
-
     offset_bytes: int
     headers_offset_bytes: int
     headers_bytes: int  # size of the headers of all units; all but the first header must be zeros

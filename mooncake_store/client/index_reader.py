@@ -88,7 +88,6 @@ class IndexReader:
         return is_here
 
     def _current(self) -> IndexView | None:
-        """The table, if it is current."""
         now_s = boot_s()
         view = self._view
         if view is not None and view.is_current(now_s):
@@ -152,7 +151,6 @@ class IndexReader:
             self._wake.set()
 
     def _report(self) -> None:
-        """Report uses to the directory until `close`."""
         idle = 0
         while not self._is_closed:
             self._is_sleeping = idle >= IDLE_ROUNDS_MAX

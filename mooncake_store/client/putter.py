@@ -66,8 +66,6 @@ ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # first, longest wait for ano
 
 
 class Write(NamedTuple):
-    """One block and the slot to write it to."""
-
     key: bytes
     slot: int
     generation: int
@@ -476,7 +474,6 @@ class Putter:
 
 
 def _joined(spans: Sequence[ByteSpan]) -> list[ByteSpan]:
-    """Adjacent spans merged."""
     found: list[ByteSpan] = []
     for span in spans:
         if found and sum(found[-1]) == span.offset_bytes:

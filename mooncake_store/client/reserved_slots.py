@@ -86,7 +86,6 @@ class Reserve:
 
     @property
     def missing(self) -> int:
-        """Number of slots to request from the directory."""
         return max(0, self.target_slots - len(self.uses()) - self.marking)
 
     def uses(self) -> list[Use]:

@@ -167,7 +167,6 @@ class Store:
         return LocalNode(info, shape, segment)
 
     def _attach_again(self, before: LocalNode) -> None:
-        """Attach again, after the local node or the directory has restarted."""
         with self._attaching:
             if self._local is not before:
                 return  # another thread did it
@@ -483,7 +482,6 @@ class Store:
         return found
 
     def _part(self, layers: range | None) -> ByteSpan:
-        """The byte span of these layers inside a block."""
         wanted = self.pages.layers.indices if layers is None else layers
         assert wanted.step == 1 and len(wanted), f"layers must be consecutive: {wanted}"
         assert self.pages.layers.first <= wanted.start and wanted.stop <= self.pages.layers.stop
@@ -556,7 +554,6 @@ class Store:
         return {transport.name: transport.counters for transport in self._nodes.transports()}
 
     def nic_counters(self) -> dict[str, NicCounters]:
-        """Totals of each network card that has a NIXL agent of its own."""
         return self._nodes.nic_counters()
 
     @property

@@ -52,8 +52,6 @@ class NoLeader(StoreUnavailable):
 
 
 class Leader(msgspec.Struct, frozen=True):
-    """The value of the leader key."""
-
     address: str  # address of its requests
     events: str  # address of its event stream
     name: str = ""  # host and process, for operators

@@ -197,7 +197,6 @@ class MemberAdapter(HTTPAdapter):
 
 
 def _kind_of(answer: requests.Response) -> type[EtcdFailed]:
-    """The class of error for an answer whose HTTP status is not 200."""
     try:
         body = answer.json()
     except ValueError:

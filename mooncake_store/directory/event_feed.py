@@ -94,7 +94,6 @@ class EventFeed:
         return time.monotonic() - self._received_s
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until the feed is current. False after the timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_current, timeout_s)
 

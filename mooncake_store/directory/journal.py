@@ -53,8 +53,6 @@ class Head(msgspec.Struct, frozen=True):
 
 @dataclass
 class SavedState:
-    """Pins and quotas of the earlier directories."""
-
     # (number of the change, record), by ascending number
     pins: list[tuple[int, PinRecord]] = field(default_factory=list)
     quotas: dict[str, int] = field(default_factory=dict)  # tenant -> bytes

@@ -76,7 +76,6 @@ class DirectoryCollector(Collector):
 
 
 def directory_families(stats: DirectoryStats) -> Iterator[Metric]:
-    """All metrics that follow from a directory's stats."""
     at = "mooncake_directory_"
     yield gauge(
         at + "epoch", "Epoch of the directory, which identifies its incarnation.", stats.epoch

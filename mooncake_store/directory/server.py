@@ -233,7 +233,6 @@ class DirectoryServer:
         return found
 
     def close(self) -> None:
-        """Close the sockets and remove their files."""
         if self._durable is not None:
             self._durable.close(self._responder)
             self._durable = None

@@ -156,7 +156,6 @@ class HolderNumbers:
         return -1 if holder is None else holder.number
 
     def name(self, number: int) -> str:
-        """The name of the holder with this number."""
         holder = self._by_number[number] if 0 <= number < len(self._by_number) else None
         assert holder is not None and self.live & holder.bit, f"no holder has number {number}"
         return holder.name

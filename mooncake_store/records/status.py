@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HolderStats:
-    """Statistics of one holder."""
-
     node_id: str
     incarnation: str
     tier: str

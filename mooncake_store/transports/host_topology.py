@@ -68,7 +68,6 @@ def _text(path: Path) -> str:
 
 @lru_cache(maxsize=1)
 def host_topology() -> Topology:
-    """The topology of this host, read once."""
     return parse(read_tree())
 
 

@@ -92,14 +92,12 @@ class Traffic:
         return self._bytes.get(node_id, 0)
 
     def asked_bytes(self) -> dict[str, int]:
-        """Total since this process started, by node_id."""
+        """Bytes moved from or to each node since this process started, by node_id."""
         with self._lock:
             return dict(self._asked_bytes)
 
 
 class KnownNodes:
-    """Thread-safe. node_id -> NodeInfo and transport."""
-
     def __init__(self, directory: DirectoryClient, own_id: str, mode: str) -> None:
         if mode not in MODES:
             raise ValueError(f"transports is {mode!r}; use one of {', '.join(MODES)}")
@@ -153,7 +151,6 @@ class KnownNodes:
             return list(self._nodes.values())
 
     def find(self, node_id: str) -> NodeInfo | None:
-        """The node; None: the directory does not list it."""
         return self._find(node_id)[0]
 
     def usable(self, node_id: str) -> NodeInfo | None:
@@ -191,7 +188,7 @@ class KnownNodes:
             self._bad[info.node_id] = (info.incarnation, time.monotonic() + BAD_NODE_S)
 
     def transport(self, info: NodeInfo) -> Transport | None:
-        """The transport that reaches this node; None: none does in this mode."""
+        """The transport that reaches this node in this mode; None: there is none."""
         if info.is_ssd:
             return None  # the storage node of this SSD first restores the blocks into DRAM
         has_nixl = self.nixl is not None and self.nixl.reaches(info, self.is_same_host(info))
@@ -280,7 +277,6 @@ class KnownNodes:
         return self.nixl.nic_counters() if isinstance(self.nixl, MultiNicTransport) else {}
 
     def pending_targets(self) -> list[LocalSpan]:
-        """Local memory that a timed-out read may still write."""
         return [span for transport in self.transports() for span in transport.pending_targets()]
 
     def pending_in(self, memory: ByteArray) -> list[ByteSpan]:
@@ -298,7 +294,8 @@ class KnownNodes:
             transport.close()
 
     def _nixl(self) -> NixlTransport | MultiNicTransport | None:
-        """None: the mode does not use NIXL, or the mode is `auto` and NIXL does not load."""
+        """The transport over NIXL. None: the mode does not use NIXL, or the mode is `auto` and NIXL
+        does not load."""
         if self._mode in ("mapped", "tcp"):
             return None
         network = host_data_network()

@@ -45,7 +45,6 @@ class MappedTransport(Transport):
         self._watch: threading.Thread | None = None  # started with the first mapping
 
     def segment(self, node: NodeInfo) -> Segment:
-        """The mapped segment of this incarnation of the node."""
         with self._lock:
             known = self._segments.get(node.node_id)
             if known is not None and known[0] == node.incarnation:

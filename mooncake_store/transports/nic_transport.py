@@ -85,8 +85,6 @@ class NicRoute:
 
 
 class MultiNicTransport(Transport):
-    """See transport.Transport and the module docstring."""
-
     name = "nixl"
 
     def __init__(self, network: DataNetwork, is_same_host: Callable[[NodeInfo], bool]) -> None:
@@ -109,7 +107,6 @@ class MultiNicTransport(Transport):
             log.warning("network cards %s do not exist", ", ".join(network.missing))
 
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
-        """True if NIXL can move bytes between this process and the node."""
         if not is_same_host and nic_pairs(self._network.nics, node.nics):
             return True
         return self._shared.reaches(node, is_same_host) and (
@@ -397,7 +394,6 @@ class SplitTransfer:
         return True
 
     def _part(self, at: int, pieces: Sequence[Piece]) -> TransferBatch:
-        """These pieces as a batch for the agents of a path."""
         batch = self._batch
         remote = [
             ByteSpan(batch.remote[index].offset_bytes + start, length)

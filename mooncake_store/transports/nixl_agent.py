@@ -209,7 +209,6 @@ def make_agent(name: str, has_progress_thread: bool, devices: AgentDevices = ALL
 
 
 def _bare_agent(name: str, has_progress_thread: bool) -> Any:
-    """A nixl_agent without a backend."""
     api = load_nixl()
     failures: tuple[type[Exception], ...] = (*nixl_errors(), RuntimeError)
     # the config class is replaced for this call; there is no other way to set pthrDelay
@@ -235,7 +234,6 @@ def _with_progress_delay(stock: Any) -> Any:
 
 
 def _listening_ports() -> set[int]:
-    """TCP ports on which this process listens."""
     ours = set()
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -93,8 +93,6 @@ class NixlPeer:
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A posted transfer."""
-
     handle: Any  # of NIXL
     peer: NixlPeer
     targets: list[LocalSpan]  # local spans that a read fills; empty for a write
@@ -180,7 +178,6 @@ class AgentLane:
         self._leaving.clear()
 
     def check(self, regions: Sequence[Region]) -> None:
-        """Check invariants; `regions`: those of the transport."""
         in_use = {region for transfer in self._under_way for region in transfer.regions}
         left = self._registered.keys() - set(regions)
         assert left <= in_use, f"{len(left - in_use)} regions are registered without a use"
@@ -284,7 +281,7 @@ class AgentLane:
             return self.freeze(node_id) if is_adding else None
 
     def post(self, batch: TransferBatch) -> Transfer:
-        """Start a transfer, whose spans have been checked; it may be complete already."""
+        """Start a transfer, whose spans have been checked. It may complete during this call."""
         node, remote, local, _, is_read = batch
         peer = self.peer(node)
         if peer is None:

@@ -78,7 +78,6 @@ class PostedTransfer(NamedTuple):
 
 
 def frozen_agents() -> int:
-    """Number of frozen agents of this process."""
     return len(_frozen)
 
 
@@ -145,7 +144,6 @@ class NixlTransport(Transport):
                 lane.release()
 
     def reaches(self, node: NodeInfo, is_same_host: bool) -> bool:
-        """True if NIXL can move bytes between this process and the node."""
         return bool(node.agent_name) and (is_same_host or not node.is_agent_local)
 
     def keeps_order(self, node: NodeInfo) -> bool:
@@ -172,7 +170,7 @@ class NixlTransport(Transport):
             self.poll(posted)
 
     def begin(self, batch: TransferBatch) -> PostedTransfer:
-        """Start a transfer, whose spans have been checked; it may be complete already."""
+        """Start a transfer, whose spans have been checked. It may complete during this call."""
         while True:
             lane = self._take_lane(batch.until_s, batch.node)
             try:

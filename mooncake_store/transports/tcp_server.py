@@ -128,7 +128,8 @@ class TcpServer:
 
     @property
     def counters(self) -> TransferCounters:
-        """Totals of clients' reads and writes; failures: rejected requests, broken connections."""
+        """Totals of clients' reads and writes. Rejected requests and broken connections count as
+        failures."""
         return self._tally.counters()
 
     def close(self) -> None:

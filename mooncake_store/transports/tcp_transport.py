@@ -72,7 +72,7 @@ class TcpTransport(Transport):
             raise _failure(node, error, 0, is_read=True) from error
 
     def _transfer(self, batch: TransferBatch) -> None:
-        """Use a pooled connection; if it is broken, a new one."""
+        """Use a pooled connection, or a new one if that is broken."""
         pooled = self._take(batch.node)
         try:
             if pooled is not None:

@@ -103,8 +103,6 @@ def left_to_write_s(until_s: float) -> float:
 
 
 class TransferTally:
-    """Thread-safe counters of a transport."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counters = TransferCounters()

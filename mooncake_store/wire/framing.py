@@ -66,7 +66,6 @@ def number_of(frame: bytes) -> int:
 
 
 def to_stream(frames: list[bytes]) -> bytes:
-    """The bytes of a message on a Unix socket."""
     header, body = frames
     return header + _LENGTH.pack(len(body)) + body
 

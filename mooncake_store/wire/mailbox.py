@@ -233,8 +233,8 @@ class _InboxSocket:
             raise
 
     def is_refused(self) -> bool:
-        """Whether the inbox rejects this process, so that messages to it are lost. After REFUSED_S,
-        the next `send` opens a new socket (`must_redial`)."""
+        """Whether the inbox rejects this process, so that messages are lost. After REFUSED_S, the
+        next `send` opens a new socket (`must_redial`)."""
         if time.monotonic() < self._refused_until_s:
             return True
         try:

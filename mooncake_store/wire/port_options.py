@@ -11,7 +11,6 @@ from mooncake_store.process.metrics_page import LOOPBACK
 
 
 def add_port_options(parser: argparse.ArgumentParser) -> None:
-    """Add --metrics-port, --metrics-address and --insecure."""
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="HTTP port for Prometheus; 0: none (0)"
     )

@@ -66,7 +66,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Later:
-    """Placeholder for a result, or for the reply with it, that is not known yet."""
+    """Placeholder for a result that is not known yet. Its reply is sent later."""
 
     def __init__(self) -> None:
         self.number = 0  # of the request; set by the Responder

@@ -41,7 +41,7 @@ def direct_path(address: str) -> str:
 
 
 class _Client:
-    """A connected client: bytes of an incomplete request, and replies not sent yet."""
+    """A connected client, with the bytes of an incomplete request and the replies to be sent."""
 
     def __init__(self, peer: socket.socket) -> None:
         self.peer = peer
@@ -93,14 +93,13 @@ class UnixListener:
         self._listener.setblocking(False)
 
     def files(self) -> dict[int, bool]:
-        """Descriptors to poll for reading; True: for writing too."""
+        """Descriptors to poll for reading. The value is True to poll for writing too."""
         found = {fd: bool(each.outgoing) for fd, each in self._clients.items()}
         if time.monotonic() >= self._accept_s:
             found[self._listener.fileno()] = False
         return found
 
     def serve(self, ready: list[int]) -> None:
-        """Answer the requests on these descriptors."""
         for fd in ready:
             if fd == self._listener.fileno():
                 self._accept()

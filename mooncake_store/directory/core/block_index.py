@@ -110,7 +110,6 @@ class BlockIndex:
         return next((copy for copy in held if copy.size_class.holder is holder), None)
 
     def all_on(self, keys: Sequence[bytes], holder: Holder) -> list[HeldCopy | None]:
-        """`on` for each key."""
         found: list[HeldCopy | None] = []
         for held in map(self.held.get, keys):
             if held is None or (held.__class__ is HeldCopy and held.size_class.holder is holder):

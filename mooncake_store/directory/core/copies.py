@@ -495,7 +495,6 @@ class CopyTable:
         self.touch_all(hits)
 
     def touch_all(self, blocks: Iterable[Held]) -> None:
-        """`touch` every copy of these blocks, in this order."""
         for held in blocks:
             for copy in copies_of(held):
                 self.touch(copy)
@@ -533,7 +532,6 @@ class CopyTable:
                 self.set_pin(key, Pin.NONE)
 
     def check(self, holders: Iterable[Holder]) -> None:
-        """Assert the invariants."""
         for part in (self.blocks, self.leases, self.events, self.pins, self.tenants):
             part.check()
         counts = self.leases.counts()

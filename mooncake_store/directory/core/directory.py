@@ -372,7 +372,6 @@ class Directory:
     # ---- workers
 
     def register_worker(self, info: WorkerInfo, now_s: float) -> None:
-        """Register a worker. Raises what WorkerTable.register raises."""
         self._copies.advance(now_s)
         self._copies.events.extend(self._workers.register(info, now_s))
 
@@ -582,7 +581,6 @@ class Directory:
         self._copies.events.extend(self._workers.expire(now_s))
 
     def check(self) -> None:
-        """Assert the invariants of all parts."""
         self._nodes.check()
         self._workers.check()
         self._copies.check(self._nodes)

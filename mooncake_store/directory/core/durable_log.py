@@ -115,7 +115,6 @@ class DurableLog:
             self._note(change.number, change.pins.entries)
 
     def _taken(self) -> int:
-        """The number of a new change."""
         self.next_number += 1
         return self.next_number - 1
 

@@ -99,8 +99,6 @@ class ColumnStore:
 
 @dataclass(slots=True, eq=False)
 class SizeClass:
-    """All copies of one size in one holder."""
-
     holder: Holder
     units: int  # per slot, at least 1
     node_id: str  # copied from the holder, like `columns`, because every lookup reads both
@@ -332,7 +330,6 @@ class Holder:
         self.bad[copy.slot] = copy
 
     def set_pin(self, copy: HeldCopy, pin: Pin) -> None:
-        """Change the pin of a ready copy."""
         if copy.leases == 0:
             leave_idle((copy,))
         self.mark_pin(copy, pin)

@@ -34,8 +34,6 @@ class Owner:
 
 
 class LeaseTable:
-    """owner -> copies, with one deadline per owner."""
-
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
         self._owners: dict[str, Owner] = {}
@@ -110,7 +108,6 @@ class LeaseTable:
         return dict.fromkeys(every)  # not a set, whose order depends on memory addresses
 
     def held(self, owner: str) -> list[HeldCopy]:
-        """The copies that `owner` leases; removed copies may be included."""
         known = self._owners.get(owner)
         return list(known.copies) if known else []
 
@@ -174,7 +171,6 @@ class LeaseTable:
         heappush(self._heap, (owner.until_s, self._pushed, owner))
 
     def counts(self) -> dict[HeldCopy, int]:
-        """Leases per copy, counted anew for check()."""
         found: dict[HeldCopy, int] = {}
         for owner in self._owners.values():
             for copy in owner.copies:

@@ -139,7 +139,6 @@ class SlotPool:
         return slot
 
     def take_many(self, units: int, count: int) -> list[int]:
-        """Up to `count` slots."""
         found: list[int] = []
         while len(found) < count and (slot := self.take(units)) is not None:
             found.append(slot)
@@ -199,7 +198,6 @@ class SlotPool:
         return True
 
     def slab_of(self, slot: int) -> Slab:
-        """The slab that contains this slot."""
         slab = self._slabs[self._starts[bisect_right(self._starts, slot) - 1]]
         assert (slot - slab.start) % slab.units == 0, f"{slot} is no slot of {slab}"
         return slab

@@ -36,8 +36,6 @@ PAIRS_MAX = 16  # between two hosts
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One network interface of this host."""
-
     name: str
     addresses: tuple[str, ...] = ()  # IP addresses, without link-local and loopback ones
     networks: tuple[str, ...] = ()  # of these addresses, as in "10.78.0.0/24"
@@ -49,7 +47,6 @@ class Interface:
 
     @property
     def ucx_devices(self) -> str:
-        """UCX_NET_DEVICES for this card alone."""
         return ",".join([*self.rdma_devices, self.name])
 
 

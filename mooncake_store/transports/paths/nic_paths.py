@@ -41,8 +41,6 @@ _SMOOTHING = 0.2
 
 
 class Piece(NamedTuple):
-    """Some bytes of one span of a call."""
-
     span: int  # index of the span
     start_bytes: int  # offset in the span
     length_bytes: int
