@@ -1,8 +1,8 @@
 """Logprobs of tokens: natural logarithms of probabilities, from the model's raw logits.
 
-Raw logits are logits before penalties, temperature and the grammar's mask. So logprobs do not
-depend on the request's sampling, and a masked token may be among the best tokens. The log-softmax
-is computed in float64; clients get float32.
+Raw logits are logits before penalties, temperature and the mask of the grammar matcher. So logprobs
+do not depend on the request's sampling parameters, and a masked token may be among the best tokens.
+The log-softmax is computed in float64; clients get float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NO_LOGPROBS = -1  # value of `top_logprobs` for a request without logprobs
 
 
 class TokenLogprobs(NamedTuple):
-    """Logprobs of one output token, and of the best tokens at its position, best first."""
+    """The logprob of an output token, and those of the best tokens at its position, best first."""
 
     log_prob: float
     top_ids: tuple[int, ...]
@@ -26,7 +26,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def token_logprobs(logits: NDArray[Any], token_id: int, top: int) -> TokenLogprobs:
-    """Logprobs of a token and of the `top` best tokens. Of equal logits, the lower id is better."""
+    """Logprobs of a token and of the `top` best tokens. Of equal logits, the lowest id is best."""
     below = logits.astype(np.float64) - float(logits.max())
     below -= np.log(np.exp(below).sum())
     best = _best(logits, min(top, len(logits))).tolist() if top > 0 else []
@@ -37,7 +37,7 @@ def _best(logits: NDArray[Any], few: int) -> NDArray[np.intp]:
     """The ids of the `few` largest logits. Partitioning all logits would take a millisecond.
 
     The vocabulary is divided into parts. The `few`-th largest of the parts' maxima is a lower bound
-    of the logits to find. Only tokens that reach this bound are sorted.
+    for the result's logits. Only tokens whose logits reach this bound are sorted.
     """
     values = np.maximum.reduceat(logits, np.arange(0, len(logits), PART_TOKENS))
     if len(values) < few:

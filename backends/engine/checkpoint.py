@@ -1,13 +1,13 @@
 """Finds, checks and identifies the tensors of a Hugging Face folder. Does not import torch.
 
 A safetensors file consists of eight bytes (length of the header), a JSON header (name -> dtype,
-shape, range of bytes) and the data. Files are read and never mapped. So a truncated file is an
-error at the start, and not a SIGBUS while the engine serves.
+shape, range of bytes) and the data. Files are read and never memory-mapped, because a truncated
+mapped file would cause a SIGBUS while the engine serves.
 
-`weights_id` changes with the weights. It is a hash of the config and of every tensor's name, dtype,
-shape and content. To be fast for 100 GB, a checkpoint of more than `HASHED_BYTES_MAX` is sampled:
-only evenly spaced parts of each large tensor are hashed. Training or merging changes whole tensors
-and thus the hash; editing numbers between the samples does not. The hash ignores file borders.
+`weights_id` is a hash of the config and of every tensor's name, dtype, shape and content. If a
+checkpoint is larger than HASHED_BYTES_MAX, only evenly spaced samples of each large tensor are
+hashed, which saves time. Training and merging change whole tensors and thus the hash. A change
+between the samples does not change the hash. Tensors may move to other files without a new hash.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from backends.engine.model_config import CheckpointError, read_json
 SCALAR_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors format
 HASHED_BYTES_MAX = 256 * 1024**2  # largest checkpoint whose tensors are hashed completely
-SAMPLES_PER_TENSOR = 16
-SAMPLE_BYTES = 4096
+SAMPLES_PER_TENSOR = 16  # of a tensor that is not hashed completely
+SAMPLE_BYTES = 4096  # size of one sample
 
 COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # RoPE frequencies of old checkpoints; not read
 OWN_PREFIXES = ("model.", "lm_head.")  # name prefixes of the model's tensors
@@ -43,9 +43,9 @@ SINGLE_NAME = "model.safetensors"
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     path: Path
-    dtype: str  # as in the header; the engine reads only the keys of SCALAR_BYTES
+    dtype: str  # as in the header; the engine accepts only the keys of SCALAR_BYTES
     shape: tuple[int, ...]
-    offset_bytes: int  # of the data, from the start of the file
+    offset_bytes: int  # from the start of the file to the tensor's data
     size_bytes: int
 
 
@@ -55,7 +55,8 @@ class Checkpoint:
 
     folder: Path
     entries: Mapping[str, TensorEntry]
-    stale: Sequence[str] = ()  # not read: "NAME in FILE" (a second copy), "all of FILE"
+    # Data that is not read: "NAME in FILE" for a second copy of a tensor, "all of FILE" for a file.
+    stale: Sequence[str] = ()
 
     @classmethod
     def open(cls, checkpoint_dir: str | Path) -> Checkpoint:
@@ -82,8 +83,8 @@ class Checkpoint:
     ) -> list[str]:
         """Tensors that are missing, have a wrong shape or dtype, or are not in `shapes`.
 
-        A tensor outside `shapes` is a problem only if its name begins with one of OWN_PREFIXES and
-        is not optional. It may be a bias or layer that config.json does not mention.
+        A tensor that is not in `shapes` is a problem only if its name begins with one of
+        OWN_PREFIXES and is not optional. Examples are an extra bias and an extra layer.
         """
         found = []
         for name, shape in shapes.items():
@@ -108,7 +109,7 @@ class Checkpoint:
         optional_suffixes: tuple[str, ...] = (),
         optional_prefixes: tuple[str, ...] = (),
     ) -> list[str]:
-        """Sorted names of tensors outside `shapes` that are not optional and not computed."""
+        """Sorted names of tensors that are neither in `shapes` nor optional nor COMPUTED_SUFFIX."""
         known = (COMPUTED_SUFFIX, *optional_suffixes)
         return [
             name
@@ -117,8 +118,8 @@ class Checkpoint:
         ]
 
     def read(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor, whose dtype and shape are in `entries`. Raises CheckpointError if
-        the file has become shorter."""
+        """The bytes of a tensor, in the dtype and shape of its entry. Raises CheckpointError if the
+        file has become shorter."""
         entry = self.entries[name]
         raw = np.fromfile(
             entry.path, dtype=np.uint8, count=entry.size_bytes, offset=entry.offset_bytes
@@ -148,7 +149,7 @@ class Checkpoint:
 
 
 def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
-    """(start, length) in bytes of a tensor's hashed parts, which include both of its ends."""
+    """(start, length) in bytes of each hashed part of a tensor."""
     if is_whole or size_bytes <= SAMPLES_PER_TENSOR * SAMPLE_BYTES:
         return [(0, size_bytes)]
     last = size_bytes - SAMPLE_BYTES
@@ -157,7 +158,8 @@ def _samples(size_bytes: int, is_whole: bool) -> list[tuple[int, int]]:
 
 
 def _weight_map(folder: Path, found: list[str]) -> dict[str, str] | None:
-    """Tensor -> file, from the index. None: no index. {}: unusable index, a problem in `found`."""
+    """Tensor -> file, as in the index; None: there is no index. If the index is invalid, returns {}
+    and appends the problem to `found`."""
     if not (folder / INDEX_NAME).exists():
         return None
     index = read_json(folder / INDEX_NAME, found)
@@ -171,7 +173,7 @@ def _weight_map(folder: Path, found: list[str]) -> dict[str, str] | None:
 
 
 def _file_names(folder: Path, weight_map: Mapping[str, str] | None, found: list[str]) -> list[str]:
-    """The files to read: the existing files of the index, else SINGLE_NAME. May be empty."""
+    """The existing files to read: those that the index names, or SINGLE_NAME without an index."""
     if not folder.is_dir():
         found.append("there is no such folder")
         return []
@@ -200,7 +202,7 @@ def _chosen(
     weight_map: Mapping[str, str] | None,
     found: list[str],
 ) -> tuple[dict[str, TensorEntry], list[str]]:
-    """(tensor -> entry in the file that the index names; descriptions of other copies).
+    """(tensor -> entry in the file that the index names; texts for `Checkpoint.stale`).
 
     A tensor that the index does not name is accepted if only one file has it.
     """
@@ -213,7 +215,7 @@ def _chosen(
     for name, holders in files.items():
         file = (weight_map or {}).get(name, holders[0])
         if name not in (weight_map or {}) and len(holders) > 1:
-            found.append(f"tensor {name} is in {' and '.join(holders)}; the index names neither")
+            found.append(f"tensor {name} is in {' and '.join(holders)}, but not in the index")
         elif file not in holders:
             if file in headers:
                 found.append(f"tensor {name} is in {holders[0]}, but the index names {file}")

@@ -1,10 +1,10 @@
 """Reads and validates config.json of a Hugging Face folder.
 
-Supports Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3 (also Kimi K2, which has the architecture of
-DeepSeek-V3). Reads the RoPE keys of transformers 4 (`rope_theta`, `rope_scaling`) and of
-transformers 5 (`rope_parameters`). A feature that the engine cannot compute exactly is rejected by
-name. The keys of an unknown architecture are not checked. This module does not import torch,
-because the command `mooncake config` imports the module.
+Supported models are Llama, Mistral, Qwen2, Qwen3 and DeepSeek-V3. Kimi K2 is supported too, because
+it has the architecture of DeepSeek-V3. RoPE keys may be those of transformers 4 (`rope_theta`,
+`rope_scaling`) or of transformers 5 (`rope_parameters`). A feature that the engine cannot compute
+exactly is rejected by name. The keys of an unknown architecture are not checked. This module does
+not import torch, so that `mooncake config` works without torch.
 
 Not here: the tensors (checkpoint.py), the computation of RoPE (rope.py).
 """
@@ -27,7 +27,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
-MISTRAL_WINDOW_TOKENS = 4096  # window if config.json has no key sliding_window; null: no window
+MISTRAL_WINDOW_TOKENS = 4096  # sliding window of a Mistral without the key sliding_window
 T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -41,7 +41,7 @@ class RopeConfig:
     factor: float = 1.0  # ratio of the extended to the original context; > 0
     low_freq_factor: float = 1.0  # only `llama3`
     high_freq_factor: float = 4.0  # only `llama3`; above low_freq_factor
-    original_context_tokens: int = 0  # context before its extension; > 0 for `llama3` and `yarn`
+    original_context_tokens: int = 0  # context without the factor; > 0 for `llama3` and `yarn`
     beta_fast: float = 32.0  # only `yarn`
     beta_slow: float = 1.0  # only `yarn`
     table_factor: float = 1.0  # multiplies cosines and sines; 1 except for `yarn`
@@ -50,9 +50,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class LatentConfig:
-    """Multi-head latent attention (MLA) of DeepSeek-V3. All integers are numbers of scalars."""
+    """Multi-head latent attention (MLA) of DeepSeek-V3. Sizes are numbers of scalars."""
 
-    query_rank: int  # size of the query's latent; 0: queries are projected without a latent
+    query_rank: int  # size of the query's latent; 0: q is projected from the hidden state
     rank: int  # size of the latent from which K and V of all heads are projected
     plain_dim: int  # size of the part of a head's q and k that RoPE does not rotate
     rotary_dim: int  # size of the part that RoPE rotates; all heads share this part of k
@@ -61,7 +61,7 @@ class LatentConfig:
 
     @property
     def row(self) -> int:
-        """Scalars that a page holds per token and layer: the latent and the rotated part of k."""
+        """Number of scalars that a page holds per token and layer: the latent and the rotated k."""
         return self.rank + self.rotary_dim
 
     @property
@@ -76,8 +76,8 @@ class ExpertsConfig:
     count: int  # routed experts of a layer
     shared: int  # shared experts of a layer, which every token uses
     chosen: int  # routed experts that each token uses
-    groups: int  # groups of `count / groups` routed experts
-    chosen_groups: int  # groups from which a token's experts are chosen; <= groups
+    groups: int  # number of groups, each with `count / groups` routed experts
+    chosen_groups: int  # number of groups from which a token's experts are chosen; <= groups
     intermediate: int  # inner width of one expert
     dense_layers: int  # number of leading layers with a dense feed-forward
     are_weights_normed: bool  # weights of a token's experts are normalised to a sum of 1
@@ -103,7 +103,7 @@ class ModelConfig:
     has_mlp_bias: bool
     has_qk_norm: bool
     eos_token_ids: tuple[int, ...]
-    # The checkpoint requests fp8 KV. Not in `repr`, which `weights_id` hashes (checkpoint.py).
+    # Whether the checkpoint requests fp8 KV. It does not change `weights_id`, a hash of `repr`.
     is_kv_fp8: bool = field(default=False, repr=False)
     latent: LatentConfig | None = None  # if set, kv_heads is 1 and head_dim is `latent.row`
     experts: ExpertsConfig | None = None
@@ -119,18 +119,19 @@ class ModelConfig:
 
     @property
     def model_id(self) -> str:
-        """Family and shape. Without the model's path, which may differ between hosts."""
+        """Family and shape. The checkpoint's path is not part of it: hosts may have other paths."""
         return f"{self.family}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
 
     def stage_layers(self, stage: int, stages: int) -> LayerRange:
-        """The consecutive layers of a pipeline stage. The first stages may have one layer more."""
+        """The consecutive layers of a pipeline stage. The remainder goes to the first stages."""
         assert 0 <= stage < stages <= self.layers, (stage, stages, self.layers)
         share, larger = divmod(self.layers, stages)
         first = stage * share + min(stage, larger)
         return LayerRange(first, first + share + (stage < larger))
 
     def kv_dtype(self, asked: str, dtype: str) -> str:
-        """The dtype of KV in pages. `asked`: "auto" or "fp8". `dtype`: that of computation."""
+        """The dtype of KV in pages. `asked`: the worker's parameter kv_dtype, "auto" or "fp8".
+        `dtype`: the dtype of computation."""
         return "fp8" if asked == "fp8" or self.is_kv_fp8 else dtype
 
     def layout(self, dtype: str, block_tokens: int) -> KvLayout:
@@ -150,7 +151,7 @@ def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
     kv = quantised_kv(folder)
     if kv is not None and kv != "fp8":
         found.append(
-            f"its KV is quantised as {kv}: only fp8 with one scale per tensor is supported"
+            f"KV is quantised as {kv}, but only fp8 with one scale per tensor is supported"
         )
     if config is not None and kv == "fp8":
         config = replace(config, is_kv_fp8=True)
@@ -163,7 +164,7 @@ def quantised_kv(folder: Path) -> str | None:
     """The checkpoint's quantisation of KV in lower case, such as "fp8"; None: not quantised.
 
     Reads the keys that vLLM and TensorRT-LLM read: kv_cache_quant_algo (ModelOpt) in
-    hf_quant_config.json or config.json, else kv_cache_scheme (llm-compressor) in config.json.
+    hf_quant_config.json or config.json, or else kv_cache_scheme (llm-compressor) in config.json.
     """
     beside = read_json(folder / "hf_quant_config.json", []) or {}
     inline = (read_json(folder / "config.json", []) or {}).get("quantization_config") or {}
@@ -185,7 +186,7 @@ def quantised_kv(folder: Path) -> str | None:
 
 
 def _has_quantised_weights(quantization: Any) -> bool:
-    """False only if there is no quantisation, or a known method that quantises nothing but KV."""
+    """Whether weights are quantised. Assumed for every unknown quantisation method."""
     if not isinstance(quantization, Mapping):
         return bool(quantization)
     groups = quantization.get("config_groups") or {}
@@ -229,7 +230,7 @@ class _Reader:
         if value is None and default is not None:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            kind = "a positive integer" if least == 1 else f"an integer from {least} on"
+            kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
             self.found.append(f"config.json: {key} must be {kind}, is {value!r}")
             return 1
         return value
@@ -266,12 +267,12 @@ def _parsed(
     read = _Reader(raw, found)
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     kv_heads = read.integer("num_key_value_heads", default=heads)
-    # The default of head_dim is 128 in Qwen3Config; the other families derive it.
+    # The default of head_dim is 128 in transformers' Qwen3Config, and hidden // heads elsewhere.
     head_dim = read.integer("head_dim", default=128 if family == "qwen3" else hidden // heads or 1)
     latent = _latent(read) if family == "deepseek_v3" else None
     if latent is not None:
         if kv_heads != heads:
-            found.append("config.json: num_key_value_heads must be num_attention_heads here")
+            found.append("config.json: num_key_value_heads and num_attention_heads must be equal")
         kv_heads, head_dim = 1, latent.row
     if heads % kv_heads:
         found.append(
@@ -281,8 +282,8 @@ def _parsed(
     rotary_dim = latent.rotary_dim if latent else head_dim
     if rotary_dim % 2:
         name = "qk_rope_head_dim" if latent else "head_dim"
-        found.append(f"config.json: {name} is {rotary_dim}; rotary embedding needs an even one")
-    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # families with key attention_bias
+        found.append(f"config.json: {name} is {rotary_dim}; rotary embedding needs an even number")
+    has_own_bias = family in ("llama", "qwen3", "deepseek_v3")  # these have a key attention_bias
     attention_bias = has_own_bias and read.flag("attention_bias")
     vocabulary_tokens = read.integer("vocab_size")
     rope = _rope(raw, found)
@@ -343,8 +344,8 @@ def _experts(read: _Reader) -> ExpertsConfig:
     can_choose = experts.chosen <= of_group * experts.chosen_groups
     if rest or of_group < 2 or experts.chosen_groups > experts.groups or not can_choose:
         found.append(
-            f"config.json: {experts.count} experts in {experts.groups} groups, of which "
-            f"{experts.chosen_groups} are chosen, do not give {experts.chosen} to each token"
+            f"config.json: n_routed_experts {experts.count}, n_group {experts.groups}, topk_group "
+            f"{experts.chosen_groups} and num_experts_per_tok {experts.chosen} do not fit together"
         )
     return experts
 
@@ -352,9 +353,9 @@ def _experts(read: _Reader) -> ExpertsConfig:
 def _context_tokens_max(family: str, read: _Reader, rope: RopeConfig) -> int:
     """Longest context that the engine computes exactly, in tokens.
 
-    With a sliding window (Mistral) the limit is the window. Up to this length every token attends
-    to all earlier tokens. With YaRN the context is the original context times the factor, as in
-    vLLM: Qwen documents a config.json whose max_position_embeddings stays the original context.
+    A sliding window (Mistral) limits the context to the window, because the engine computes full
+    attention. With YaRN the context is the original context times the factor, as in vLLM. Reason:
+    Qwen documents a config.json whose max_position_embeddings stays the original context.
     """
     context_tokens = read.integer("max_position_embeddings")
     if rope.type == "yarn":
@@ -365,7 +366,7 @@ def _context_tokens_max(family: str, read: _Reader, rope: RopeConfig) -> int:
 
 
 def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
-    """A problem for each feature that changes the result and that the engine does not compute."""
+    """A problem for each key that requests a feature that the engine does not compute."""
     if raw.get("hidden_act", "silu") != "silu":
         yield f"config.json: hidden_act {raw['hidden_act']!r} is not supported; only silu is"
     if raw.get("use_sliding_window"):
@@ -381,16 +382,16 @@ def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    """RoPE from the keys of transformers 5 (`rope_parameters`), or else of transformers 4."""
     given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        found.append(f"config.json: rope_parameters or rope_scaling must be an object: {given!r}")
+        found.append(f"config.json: rope_parameters or rope_scaling is {given!r}, not an object")
         given = {}
     if any(isinstance(value, dict) for value in given.values()):
         found.append("config.json: RoPE that differs between layers is not supported")
         return RopeConfig(1.0)
     merged = {"rope_theta": raw.get("rope_theta"), **given}
-    # As in transformers: the top-level key is used first, and max_position_embeddings last.
+    # As in transformers, this key has precedence at the top level of config.json.
     key = "original_max_position_embeddings"
     merged[key] = raw.get(key) or given.get(key) or raw.get("max_position_embeddings")
     if merged["rope_theta"] is None:
@@ -421,7 +422,7 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
 
 
 def _magnitude(read: _Reader, key: str, factor: float) -> float:
-    """YaRN's magnitude by the key mscale or mscale_all_dim; 1 without the key or if factor <= 1."""
+    """YaRN's magnitude for `key` = mscale or mscale_all_dim; 1 without it or for factor <= 1."""
     if not read.raw.get(key) or factor <= 1:
         return 1.0
     return 0.1 * read.number(key) * math.log(factor) + 1.0
@@ -456,11 +457,11 @@ def _eos_token_ids(
     for token_id in values:
         is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not is_id or not 0 <= token_id < vocabulary_tokens:
-            found.append(f"eos_token_id {token_id!r} is outside the vocabulary")
+            found.append(f"eos_token_id {token_id!r} is no token id of the vocabulary")
     return tuple(token_id for token_id in values if isinstance(token_id, int))
 
 
-SHOWN_MAX = 20  # problems in one error message; a wrong number of layers causes hundreds
+SHOWN_MAX = 20  # problems in one message; a wrong number of layers alone causes hundreds
 
 
 class CheckpointError(Exception):
@@ -476,7 +477,7 @@ class CheckpointError(Exception):
 
 
 def read_or_problems(read: Callable[[Path], T], folder: Path) -> tuple[T | None, list[str]]:
-    """(result of read(folder), []), or (None, the problems of its CheckpointError)."""
+    """(result of read(folder), []). If `read` raises a CheckpointError, (None, its problems)."""
     try:
         return read(folder), []
     except CheckpointError as error:

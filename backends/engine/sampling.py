@@ -1,9 +1,9 @@
 """Sampling: a pure function from (logits, params, position, history) to a token.
 
 Prefill samples token 0 on one machine, and decode samples the other tokens on another machine. A
-resumed request continues on a third machine. So a token must not depend on when or where it is
-sampled. The only randomness is one uniform number of a counter-based generator (Philox). Its key is
-the request's seed, and its counter is the token's position in the output.
+resumed request may continue on a third machine. So a token must not depend on when or where it is
+sampled. The only randomness is one uniform number of a counter-based generator (Philox). The
+generator's key is the request's seed, and its counter is the token's position in the output.
 
 Steps, in this order, as in transformers' logits processors except where stated:
 
@@ -11,13 +11,14 @@ Steps, in this order, as in transformers' logits processors except where stated:
    by the penalty, and a negative logit is multiplied by it (transformers, vLLM).
 2. frequency_penalty, presence_penalty: for token ids of the *output* only. The logit is reduced by
    frequency_penalty x count + presence_penalty (OpenAI, vLLM; not in transformers).
-3. min_tokens: end ids are impossible before this many output tokens. (text_stream.py ignores stop
-   words that end within these tokens.) Tokens that the grammar matcher of a JSON schema rejects are
-   impossible too.
-4. Greedy if temperature is 0 or top_k is 1: the largest logit, among equal logits the lowest id.
-5. temperature, top_k (0: off), top_p, min_p, in this order. Where a limit cuts between equal
+3. min_tokens: end ids are impossible before this many output tokens. Tokens that the grammar
+   matcher of a JSON schema rejects are impossible too.
+4. If temperature is 0 or top_k is 1, the token with the largest logit is the result. Among equal
+   logits the lowest id is. The steps below are then left out.
+5. temperature, top_k (0: off), top_p, min_p, in this order. Where top_k or top_p cuts between equal
    logits, the lower ids are kept. vLLM applies min_p before top_p, which matters if both are set.
-6. Inverse distribution function over the kept tokens in order of ids.
+6. The kept tokens are put in order of their ids. The token is the first one whose cumulative
+   probability exceeds the random number.
 
 Logprobs are computed from the logits before all steps (token_logprobs.py).
 """
@@ -36,7 +37,7 @@ from backends.token_logprobs import TokenLogprobs, token_logprobs
 Integers = NDArray[np.int64]
 Floats = NDArray[Any]  # float32 or float64
 
-CANDIDATES_FEW = 1024  # top_p first sorts this many best tokens; all tokens would take 10 ms
+CANDIDATES_FEW = 1024  # `_top_p` sorts only this many best tokens if they suffice; saves 10 ms
 
 
 class Guide(Protocol):
@@ -59,7 +60,7 @@ class Drawn(NamedTuple):
 def largest_rows(
     logits: Floats, asked: Sequence[tuple[SamplingParams, int, Guide | None]]
 ) -> list[int] | None:
-    """The token ids that `draw` would sample for logits [rows, vocabulary], if each is the argmax.
+    """The argmax of each row of logits [rows, vocabulary], if `draw` would return just that.
 
     `asked`: (params, position, grammar matcher) of each row. Returns None if any row needs a random
     number, a penalty, a grammar matcher, logprobs or min_tokens.
@@ -87,8 +88,8 @@ def draw(
     output_ids: Sequence[int],
     guide: Guide | None = None,
 ) -> Drawn:
-    """`sample`, with logprobs if requested. Advances the grammar matcher by the token. Raises
-    InvalidRequest if the matcher does."""
+    """Sample a token, with logprobs if requested, and advance the grammar matcher by this token.
+    Raises InvalidRequest if the matcher does."""
     allowed = None if guide is None else guide.allowed()
     token_id = sample(logits, params, position, prompt_ids, output_ids, allowed)
     if guide is not None:
@@ -109,7 +110,7 @@ def sample(
     """The token at `position` of the output (0: the first). Does not change `logits` [vocabulary].
 
     `output_ids`: the output tokens before `position`. Only penalties use `prompt_ids` and
-    `output_ids`. `allowed` [vocabulary] is from the grammar matcher; at least one token is allowed.
+    `output_ids`. `allowed` [vocabulary]: result of the grammar matcher, with at least one True.
     """
     assert logits.ndim == 1, logits.shape
     assert position >= 0, position
@@ -119,7 +120,7 @@ def sample(
     if params.is_greedy:
         return int(np.argmax(scores))
     token_ids, probabilities = distribution(scores, params)
-    if allowed is not None:  # `distribution` may have kept tokens of probability 0
+    if allowed is not None:  # `distribution` may have kept rejected tokens, with probability 0
         is_possible = probabilities > 0.0
         token_ids, probabilities = token_ids[is_possible], probabilities[is_possible]
     cumulative = np.cumsum(probabilities)
@@ -130,7 +131,7 @@ def sample(
 
 def uniform(seed: int, position: int) -> float:
     """The random number of this seed and position, in [0, 1)."""
-    # The position is the counter's second word, because the generator increments the first word.
+    # The generator increments word 0 of the counter, so the position is in word 1.
     bits = int(np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw())
     return (bits >> 11) * 2.0**-53
 
@@ -142,7 +143,7 @@ def adjusted_logits(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
 ) -> Floats:
-    """Steps 1 to 3 without the grammar matcher. Copies the logits only if they change."""
+    """Steps 1 to 3 of this module, without the grammar matcher. Does not change `logits`."""
     scores = logits
     if params.repetition_penalty != 1.0:
         scores = scores.copy()
@@ -162,14 +163,13 @@ def adjusted_logits(
 
 
 def distribution(scores: Floats, params: SamplingParams) -> tuple[Integers, Floats]:
-    """Step 5: the kept tokens in order of ids, and their probabilities.
+    """Step 5 of this module: the ids of the kept tokens, ascending, and their probabilities.
 
-    The probabilities of all tokens that top_k keeps add up to 1. After top_p and min_p the sum may
-    be smaller.
+    The probabilities are relative to all tokens that top_k keeps. So their sum may be below 1.
     """
     token_ids, scores = _top_k(scores, params.top_k)
     below = scores.astype(np.float64) - float(scores.max())
-    with np.errstate(over="ignore"):  # a tiny temperature gives -inf: the weight is 0
+    with np.errstate(over="ignore"):  # a tiny temperature gives -inf, whose weight is 0
         weights = np.exp(below / params.temperature)
     probabilities = weights / weights.sum()
     if params.top_p < 1.0:
@@ -193,7 +193,7 @@ def _top_k(scores: Floats, top_k: int) -> tuple[Integers, Floats]:
 
 
 def _top_p(probabilities: Floats, top_p: float) -> Integers:
-    """Ascending indices of the smallest set of largest probabilities whose sum reaches `top_p`."""
+    """Ascending indices of the fewest largest probabilities whose sum is at least `top_p`."""
     few = min(CANDIDATES_FEW, len(probabilities))
     threshold = np.partition(probabilities, len(probabilities) - few)[len(probabilities) - few]
     candidates = np.flatnonzero(probabilities >= threshold)
@@ -201,7 +201,7 @@ def _top_p(probabilities: Floats, top_p: float) -> Integers:
         candidates = np.arange(len(probabilities))
     order = candidates[np.argsort(-probabilities[candidates], kind="stable")]
     before = np.cumsum(probabilities[order]) - probabilities[order]
-    kept = order[before < top_p]  # includes the largest probability, where `before` is 0
+    kept = order[before < top_p]  # always includes the largest probability
     return np.sort(kept)
 
 

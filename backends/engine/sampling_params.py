@@ -1,6 +1,6 @@
 """Sampling parameters of a request, and their limits.
 
-`problems` reports all violated limits, each with a remedy. NaN violates every limit.
+`problems` reports all violated limits, each with a remedy. NaN violates the limit of every number.
 
 Not here: the effect of the parameters on logits (sampling.py).
 """
@@ -21,7 +21,7 @@ REPETITION_PENALTY_MAX = 100.0
 END_IDS_MAX = 64
 STOP_WORDS_MAX = 32
 GUIDED_JSON_BYTES_MAX = 64 * 1024
-STOP_WORD_BYTES_MAX = 256  # in UTF-8. Streaming holds back so much text while it may match a word
+STOP_WORD_BYTES_MAX = 256  # UTF-8 bytes. Text that may begin a stop word is not streamed yet.
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,21 +39,21 @@ class SamplingLimits:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling of one request. The defaults are greedy. `problems` checks the ranges below."""
+    """Sampling of one request. `problems` checks the ranges below. The defaults are greedy."""
 
     max_tokens: int  # output tokens; 1 <= max_tokens <= SamplingLimits.output_tokens_max
-    min_tokens: int = 0  # output tokens before an end id or stop word; 0 <= x <= max_tokens
+    min_tokens: int = 0  # end ids and stop words are ignored before so many tokens; <= max_tokens
     temperature: float = 0.0  # 0 <= temperature <= TEMPERATURE_MAX; 0: greedy
     top_k: int = 0  # >= 0; 0: all tokens, 1: greedy
     top_p: float = 1.0  # 0 < top_p <= 1; 1: off
     min_p: float = 0.0  # 0 <= min_p <= 1; 0: off
-    repetition_penalty: float = 1.0  # > 0; 1: off
+    repetition_penalty: float = 1.0  # REPETITION_PENALTY_MIN to REPETITION_PENALTY_MAX; 1: off
     presence_penalty: float = 0.0  # -PENALTY_MAX to PENALTY_MAX; 0: off
-    frequency_penalty: float = 0.0  # as presence_penalty
+    frequency_penalty: float = 0.0  # -PENALTY_MAX to PENALTY_MAX; 0: off
     seed: int = 0  # 0 <= seed <= SEED_MAX; 0 has no special meaning
     end_ids: tuple[int, ...] = ()  # token ids that end the output; (): none
     stop_words: tuple[str, ...] = ()  # texts that end the output
-    # Logprobs of each token and of this many best tokens; NO_LOGPROBS: no logprobs.
+    # Number of best tokens whose logprobs the client gets besides those of the sampled token.
     top_logprobs: int = NO_LOGPROBS
     guided_json: str = ""  # JSON schema that the output matches; "": none
 
@@ -119,7 +119,7 @@ def _guided(params: SamplingParams) -> Iterator[str]:
     if size_bytes > GUIDED_JSON_BYTES_MAX:
         yield f"guided_json has {size_bytes:,} bytes; send at most {GUIDED_JSON_BYTES_MAX:,}"
     if not params.end_ids:
-        yield "guided_json needs an end token: leave out ignore_eos and end_id -1"
+        yield "guided_json needs an end token: send no ignore_eos and no end_id -1, or set end_id"
     if params.min_tokens:
         yield "guided_json determines the end of the output: leave out min_tokens"
 

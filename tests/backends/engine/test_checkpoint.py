@@ -147,7 +147,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "end id": (
         lambda path: overwrite(path, "generation_config.json", '{"eos_token_id": [2, 99999]}'),
-        "eos_token_id 99999 is outside the vocabulary",
+        "eos_token_id 99999 is no token id of the vocabulary",
     ),
 }
 
@@ -344,7 +344,7 @@ def test_all_that_is_wrong_with_latent_attention_and_experts_is_listed(tmp_path:
         num_key_value_heads=2,
         qk_rope_head_dim=7,
     )
-    words = "scoring_func", "topk_method", "moe_layer_freq", "3 groups", "heads must", "qk_rope_"
+    words = "scoring_func", "topk_method", "moe_layer_freq", "n_group 3", "must be equal", "qk_rope_"
     problems = problems_of(tmp_path)
     assert len(problems) == len(words)
     assert all(any(word in problem for problem in problems) for word in words), problems
