@@ -1,8 +1,8 @@
 """Parameters of each model's config.pbtxt: types, defaults and checks.
 
-`read_config` builds a frozen dataclass from Triton's `parameters`. If parameters are wrong, it
-raises one error that lists every mistake with its remedy. Not here: tensors (tensors.py), the
-conductor's scheduling parameters (conductor/config.py).
+`read_config` builds a frozen dataclass from Triton's `parameters`. If parameters are wrong,
+`read_config` raises one error that lists every mistake with its remedy. Not here: tensors
+(tensors.py), parameters of routing and admission (conductor/config.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROLES = ("one", "both")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 # Old -> new name of a parameter. Old names are accepted for one release, with a logged warning.
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
-RECORDING_BYTES_MIN = 2**20
+RECORDING_BYTES_MIN = 2**20  # least value of recording_bytes_max
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -40,27 +40,28 @@ C = TypeVar("C", bound=Config)
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Parameters of both prefill and decode workers."""
+    """Parameters that prefill and decode workers have in common."""
 
     checkpoint: str = "demo"  # "demo", or a Hugging Face folder (see checkpoint_folder)
     engine: str = "torch"  # torch | tensorrt_llm
-    dtype: str = "float32"  # of weights: float32 | bfloat16; with tensorrt_llm also float16
-    kv_dtype: str = "auto"  # of KV: auto (the checkpoint's KV dtype, or else `dtype`) | fp8
+    dtype: str = "float32"  # dtype of weights: float32 | bfloat16; with tensorrt_llm also float16
+    kv_dtype: str = "auto"  # dtype of KV: fp8 | auto (the checkpoint's, or `dtype` without one)
     device: str = "cpu"  # cpu | cuda | cuda:N
     threads: int = 1  # CPU threads of the engine, 1 to 256; all workers of a host share its cores
     store_node: str = "s0"  # name of the storage node whose memory this worker maps
     block_tokens: int = 64  # tokens per block: a power of two, equal in all workers of a store
     context_tokens_max: int = 0  # longest prompt + output in tokens; 0: the checkpoint's limit
     kv_pages: int = 256  # KV memory of the engine, in pages of block_tokens tokens; >= 2
-    transport: str = "auto"  # of KV: mapped | nixl | tcp | auto (own node mapped, others nixl, tcp)
-    lease_s: float = 30.0  # seconds until a lease on a request's blocks ends without renewal; >= 1
-    transfer_s_max: float = 5.0  # deadline of a transfer, < lease_s; a late block counts as missing
-    # A pipeline group: prefill workers with a share of the model's layers each.
+    # mapped | nixl | tcp | auto (KV of the own node: mapped; of others: nixl if it works, else tcp)
+    transport: str = "auto"
+    lease_s: float = 30.0  # seconds after which an unrenewed lease on KV blocks ends; >= 1
+    transfer_s_max: float = 5.0  # seconds after which a transfer's blocks are missing; < lease_s
+    # A pipeline group consists of prefill workers, each with a part of the model's layers.
     pipeline_group: str = ""  # name of the group, equal in its workers; empty: no group
     pipeline_stage: int = 0  # this worker's stage; 0 <= pipeline_stage < pipeline_stages
     pipeline_stages: int = 1  # number of workers in the group
-    # one: the worker keeps the role of its backend. both: the worker starts in that role, and the
-    # conductor may change its role (role_flips). With both, parameters of both roles may be set.
+    # one: the worker keeps the role of its backend, prefill or decode. both: the conductor may
+    # change the worker's role (parameter role_flips); parameters of both roles may be set.
     roles: str = "one"
 
     def problems(self) -> list[str]:
@@ -76,7 +77,7 @@ class WorkerConfig:
             if getattr(self, name) not in allowed:
                 found.append(f"{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
         if self.roles == "both" and self.engine != "torch":
-            found.append("roles is 'both'; only the engine torch can change its role")
+            found.append("roles is 'both'; a change of the role needs the engine torch")
         if self.roles == "both" and self.pipeline_group:
             found.append("roles is 'both'; a stage of a pipeline_group can only be prefill")
         if self.device != "cpu" and not self.device.startswith("cuda"):
@@ -94,7 +95,7 @@ class WorkerConfig:
         if not 0.0 < self.transfer_s_max < self.lease_s:
             found.append(
                 f"transfer_s_max ({self.transfer_s_max}) must be positive and below lease_s "
-                f"({self.lease_s}), or a slot could be reused while it is read"
+                f"({self.lease_s}), or a block's memory could be reused while it is read"
             )
         if not self.store_node:
             found.append("store_node must name a storage node, such as s0")
@@ -120,9 +121,9 @@ class PrefillConfig(WorkerConfig):
     """Parameters in model_repository/prefill_*/config.pbtxt."""
 
     chunk_tokens: int = 512  # longest prefill step in tokens; bounds the wait of the next prompt
-    # Compute prompts longer than chunk_tokens layer by layer, while the next layer's prefix loads.
+    # Whether long prompts are computed layer by layer (engine/batching/batching.py).
     layerwise: bool = True
-    queue_requests_max: int = 512  # waiting prompts at most; further requests are rejected
+    queue_requests_max: int = 512  # most waiting prompts; further new requests are rejected
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
@@ -142,8 +143,8 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     """Parameters in model_repository/decode_*/config.pbtxt."""
 
-    slots: int = 32  # sequences in the decode batch at most, 1 to 4096
-    queue_requests_max: int = 512  # requests that wait for the batch at most; others are rejected
+    slots: int = 32  # most sequences in the decode batch, 1 to 4096
+    queue_requests_max: int = 512  # most waiting requests; further new requests are rejected
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
@@ -167,12 +168,12 @@ class TokenizerConfig:
 
 
 MORE_WORKERS = (
-    "To add a worker, copy its folder: a second instance would be a second engine without an "
-    "entry in the directory"
+    "To add a worker, copy its folder. A second instance would be a second engine that is not "
+    "registered in the directory"
 )
 MORE_FRONTENDS = (
     "To add a frontend, start another Triton with this model and the same directory, on this host "
-    "or another one: frontends exchange their routing decisions. With two instances in one Triton, "
+    "or another one. Frontends exchange their routing decisions. With two instances in one Triton, "
     "half of the requests would fail after the death of one instance's process"
 )
 
@@ -191,7 +192,7 @@ def read_configs(
     together: Callable[..., Iterable[str]] = lambda *configs: (),
 ) -> list[Any]:
     """One object for each class, all from the same parameters. `count`: number of the model's
-    instances. `together` yields mistakes that depend on several objects. Raises ConfigError."""
+    instances. `together` yields the mistakes that depend on several objects. Raises ConfigError."""
     configs, found = check_configs(classes, _by_new_names(model, raw), together)
     if count != 1:
         more = MORE_FRONTENDS if FrontendConfig in classes else MORE_WORKERS
@@ -207,7 +208,7 @@ def check_configs(
     raw: Mapping[str, str],
     together: Callable[..., Iterable[str]] = lambda *configs: (),
 ) -> tuple[list[Any], list[str]]:
-    """(one object for each class, every mistake). A default replaces each unreadable value."""
+    """([one object for each class], [every mistake]). A default replaces each unreadable value."""
     known = {f.name: f for cls in classes for f in fields(cls)}  # type: ignore[arg-type]
     found = [
         f"unknown parameter {name!r}; known: {', '.join(sorted(known))}"
@@ -220,7 +221,7 @@ def check_configs(
             values[name] = convert(kind, raw[name])
         except ValueError:
             found.append(f"{name} is {raw[name]!r}; expected {kind}")
-    # Check the readable values although others are unreadable, to report every mistake at once.
+    # Readable values are checked even if others are unreadable, to report every mistake at once.
     configs: list[Config] = []
     for cls in classes:
         own = {f.name for f in fields(cls)}  # type: ignore[arg-type]
@@ -242,7 +243,7 @@ def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
 
 
 def convert(kind: str, text: str) -> object:
-    """Parse a parameter. `kind`: bool, int, float or str. Raises ValueError for any other text."""
+    """Parse a parameter of this kind: bool, int, float or str. Raises ValueError on failure."""
     if kind == "bool":
         lowered = text.strip().lower()
         if lowered not in TRUE + FALSE:
@@ -253,17 +254,18 @@ def convert(kind: str, text: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class FrontendConfig:
-    """Parameters in model_repository/conductor/config.pbtxt that conductor/config.py lacks."""
+    """Parameters in model_repository/conductor/config.pbtxt that are not in conductor/config.py."""
 
-    checkpoint: str = "demo"  # of tokenizer and chat template; the same checkpoint as the workers'
-    requests_max: int = 256  # requests in flight at most, 1 to 4096; each may hold a thread
-    attempts_max: int = 3  # a request is given up after so many deaths or failures of workers
-    tenant_requests_share: float = 0.5  # largest part of requests_max for one of several tenants
+    checkpoint: str = "demo"  # source of tokenizer and chat template; the workers' checkpoint
+    requests_max: int = 256  # most requests in flight, 1 to 4096; each may hold a thread
+    attempts_max: int = 3  # a request fails after so many attempts in which a worker died or failed
+    # While several tenants have requests: largest part of requests_max that one of them may use.
+    tenant_requests_share: float = 0.5
     cancel_poll_s: float = 0.1  # seconds between checks for disconnected clients, 0.01 to 1
     output_tokens_default: int = 256  # max_tokens of a request that has none
-    messages_per_s_max: int = 0  # of all streams together; 0: chosen by the number of cores
+    messages_per_s_max: int = 0  # to all streaming clients together; 0: depends on the cores
     recording_folder: str = ""  # folder for recorded traffic (see path_beside); "": do not record
-    recording_bytes_max: int = 2**30  # total size of the recordings; the oldest are deleted
+    recording_bytes_max: int = 2**30  # most bytes of all recordings; the oldest are deleted
 
     def problems(self) -> list[str]:
         found = [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]
@@ -283,15 +285,15 @@ class FrontendConfig:
         if self.requests_max > 4096:
             found.append(f"requests_max is {self.requests_max}; use at most 4096 (a thread each)")
         if self.messages_per_s_max < 0:
-            found.append(f"messages_per_s_max is {self.messages_per_s_max}; use 0 for automatic")
+            found.append(f"messages_per_s_max is {self.messages_per_s_max}; use 0 (auto) or more")
         if not 0.01 <= self.cancel_poll_s <= 1.0:
             found.append(f"cancel_poll_s is {self.cancel_poll_s}; use 0.01 to 1.0")
         return found
 
 
 def checkpoint_folder(checkpoint: str, repository: str) -> Path:
-    """The shipped demo checkpoint for "demo", otherwise the folder at `path_beside`. Raises
-    ConfigError if the folder has no config.json."""
+    """The shipped demo checkpoint for "demo", otherwise path_beside(checkpoint, repository).
+    Raises ConfigError if that folder has no config.json."""
     if checkpoint == "demo":
         return Path(__file__).parent / "demo_checkpoint"
     path = path_beside(checkpoint, repository)
@@ -301,7 +303,7 @@ def checkpoint_folder(checkpoint: str, repository: str) -> Path:
 
 
 def path_beside(path: str, repository: str) -> Path:
-    """Resolve a path of config.pbtxt; a relative path starts at the parent folder of `repository`.
-    Triton passes UTF-8. The result has the same bytes, also if the locale has another encoding."""
+    """Resolve a path of config.pbtxt. A relative path starts at the parent folder of `repository`.
+    Triton passes UTF-8. The result has the same bytes, even if the locale has another encoding."""
     of_this_process = os.fsdecode(path.encode("utf-8", "surrogateescape"))
     return Path(repository).resolve().parent / Path(of_this_process).expanduser()

@@ -10,14 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Triton's error texts for a call that reached no model process.
+# Parts of Triton's error texts for a call that reached no model process.
 TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
-GRPC_NEVER_SENT = "failed to connect"  # gRPC's error text for a call that was not sent
-# gRPC's error texts for a peer that does not answer. If the peer process exits, its host closes or
-# resets the connection, which causes other texts.
+GRPC_NEVER_SENT = "failed to connect"  # part of gRPC's error text for a call that was not sent
+# Parts of gRPC's error texts for a peer whose host does not answer. If only the peer process exits,
+# its host closes or resets the connection, and the text is another one.
 LINK_CUT = ("timed out", "no route to host", "unreachable", "keepalive", "ping timeout")
 
-# Parts of an error text: the client's `timeout_ms`, or the conductor's `request_s_max` has passed.
+# Parts of our error texts: the client's `timeout_ms` has passed; the frontend makes no further
+# attempt, because the request's deadline has passed.
 TIMEOUT_PASSED, DEADLINE_PASSED = "its timeout of", "its deadline has passed"
 DEADLINE_WORDS = (TIMEOUT_PASSED, DEADLINE_PASSED)
 
@@ -32,7 +33,7 @@ class ServingError(Exception):
 
 
 class Overloaded(ServingError):
-    """The conductor, a limit of frontend or tenant, or a full worker or node rejects a request."""
+    """The request exceeds a limit of conductor, frontend, tenant, worker or storage node."""
 
     def __init__(self, kind: str, reason: str, retry_after_s: float) -> None:
         """`kind`: a machine-readable reason. `retry_after_s`: seconds until a retry may succeed."""
@@ -55,8 +56,8 @@ class InvalidRequest(ServingError):
 
 
 class Forbidden(ServingError):
-    """With API keys configured: the request has no key, an unproven or removed tenant, or does not
-    come from the gateway."""
+    """API keys are configured, and the request has no key, has an unproven or removed tenant, or
+    did not come from the gateway."""
 
     prefix = "forbidden:"
 
@@ -68,30 +69,29 @@ class WorkerUnavailable(ServingError):
 
 
 class WorkerGone(WorkerUnavailable):
-    """The worker was dead before the call, restarts, or shuts down. The failed attempt does not
-    count towards the request's limit of failures (`attempts_max`)."""
+    """The worker was dead before the call, is restarting, or is shutting down. The failed attempt
+    does not count towards the request's limit of failures (`attempts_max`)."""
 
     prefix = "unavailable: gone:"
 
 
 class WrongRole(WorkerGone):
-    """The worker has the other role, or is changing its role."""
+    """The worker's role, prefill or decode, is not that of the call, or the role is changing."""
 
     prefix = "unavailable: role:"
 
 
 class WorkerUnreached(WorkerGone):
-    """This host cannot reach the worker: the connection failed or was cut."""
+    """This host cannot connect to the worker, or the connection was cut."""
 
 
 class WorkerRefused(WorkerUnreached):
-    """The worker's Triton rejected this host's certificate, or this host rejected the Triton's
-    certificate."""
+    """TLS failed, because this host or the worker's Triton rejected the other's certificate."""
 
 
 class WorkerDistrusts(WorkerRefused):
-    """Worker and caller have different secrets of the launch. Only a restart changes a secret, so
-    the frontend does not probe the worker."""
+    """The worker has another secret (launch_secret.py) than the caller. Only a restart changes a
+    secret, so the frontend does not probe the worker."""
 
     prefix = "unavailable: distrusts:"
 
@@ -107,7 +107,7 @@ class MessagesLost(WorkerUnavailable):
 
 
 class KvMissing(ServingError):
-    """KV blocks that a decode worker needs are not in the store: evicted, or their node died."""
+    """The decode worker needs KV blocks that were evicted, are corrupt, or were on a dead node."""
 
     prefix = "kv_missing:"
 
@@ -119,8 +119,8 @@ class Cancelled(ServingError):
 
 
 class ConfigError(Exception):
-    """A config.pbtxt is invalid; the message lists all mistakes, each with its remedy. The model
-    does not load, or keeps its settings if it is loaded already."""
+    """A config.pbtxt is invalid. The message lists all mistakes, each with its remedy. The model
+    does not load, or keeps its previous settings if it was loaded before."""
 
 
 # (kind, seconds, reason) in the wire message of an Overloaded.
@@ -128,8 +128,8 @@ REJECTED = re.compile(r"rejected kind=(\S+) retry_after_s=([0-9.]+): (.*)", re.D
 
 
 def from_wire(message: str, where: str) -> ServingError:
-    """The error in the wire message of a model. `where`: the model's name. The prefix may be
-    anywhere in `message`, because Triton may prepend text."""
+    """The error of a failed call to a model. `message`: Triton's error text, which contains the
+    model's wire message somewhere. `where`: the model's name."""
     if rejected := REJECTED.search(message):
         return Overloaded(rejected.group(1), rejected.group(3), float(rejected.group(2)))
     kinds = (
@@ -151,8 +151,8 @@ def from_wire(message: str, where: str) -> ServingError:
 
 def from_broken_call(where: str, code: object, details: str | None) -> WorkerUnavailable:
     """The error of a call whose connection failed. WorkerUnreached: the call was not sent, or the
-    peer did not answer. WorkerUnavailable: the peer closed the connection, possibly because the
-    request crashed the worker."""
+    peer's host did not answer. WorkerUnavailable: any other failure, because the request itself may
+    have crashed the worker."""
     text = (details or "").lower()
     is_cut = "UNAVAILABLE" in str(code) and any(words in text for words in LINK_CUT)
     is_unreached = is_cut or GRPC_NEVER_SENT in text

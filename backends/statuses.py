@@ -1,8 +1,8 @@
 """The gateway's HTTP status for each kind of error.
 
-Triton's HTTP interface has no status for the kind of an error. The first word of the message shows
-the kind (errors.py). The gateway translates the kind into a status, an error type of OpenAI's
-interface and a machine-readable code (table: docs/reference/gateway.md, Errors). Pure.
+The first word of an error's message names the kind (errors.py). The gateway translates the kind
+into a status, an error type of OpenAI's interface and a machine-readable code. The table is in
+docs/reference/gateway.md, Errors. Pure.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from backends.errors import (
 )
 
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1, 3600
-ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")  # Triton prepends this to a step's error
-INTERNAL = "internal_error:"
-NOT_THERE = (*TRITON_NEVER_PASSED_ON, GRPC_NEVER_SENT)  # in errors of calls that reached no model
+ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")  # Triton prepends this to an ensemble step's error
+INTERNAL = "internal_error:"  # first word of an unexpected exception's message
+NOT_THERE = (*TRITON_NEVER_PASSED_ON, GRPC_NEVER_SENT)  # parts of errors if no model was reached
 
 TYPES = {  # HTTP status -> `type` of an error in OpenAI's interface
     400: "invalid_request_error",
@@ -42,7 +42,7 @@ TYPES = {  # HTTP status -> `type` of an error in OpenAI's interface
     503: "unavailable_error",
     504: "timeout_error",
 }
-# Kinds of rejection for which a retry is useless: the request itself has to change.
+# HTTP status of a rejection that a retry cannot avoid, by kind. All other kinds have status 429.
 STATUS_OF_REJECTION = {"too_large": 400}
 
 
@@ -52,8 +52,8 @@ class HttpRefusal(Exception):
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, retry_after_s: int = 0
     ) -> None:
-        """`code`: the machine-readable kind; `param`: the request's field that caused the error;
-        `retry_after_s`: the header's value, 0: no header."""
+        """`code`: the machine-readable kind. `param`: the request's field that caused the error.
+        `retry_after_s`: value of the header Retry-After; 0: no such header."""
         super().__init__(message)
         self.status, self.code, self.message = status, code, message
         self.param, self.retry_after_s = param, retry_after_s
@@ -75,8 +75,8 @@ class HttpRefusal(Exception):
 
 
 def of_message(message: str) -> HttpRefusal:
-    """The error response for an error message of Triton or of a model; its `param` is None. The
-    first word of a model's message decides the kind, because the rest may quote client input."""
+    """The error response for an error message of Triton or of a model. Only the first word of a
+    model's message decides the kind, because the rest may quote client input."""
     text = ENSEMBLE.sub("", message)
     if rejected := REJECTED.match(text):
         kind, wait_s, reason = rejected.groups()
@@ -101,7 +101,7 @@ def of_message(message: str) -> HttpRefusal:
 
 
 def unavailable(message: str) -> HttpRefusal:
-    """The error response while no process can serve the request; the client should retry soon."""
+    """The error response while no process can serve requests. The client should retry soon."""
     return HttpRefusal(503, "unavailable", message, retry_after_s=RETRY_AFTER_S_MIN)
 
 

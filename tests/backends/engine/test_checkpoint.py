@@ -344,7 +344,7 @@ def test_all_that_is_wrong_with_latent_attention_and_experts_is_listed(tmp_path:
         num_key_value_heads=2,
         qk_rope_head_dim=7,
     )
-    words = "scoring_func", "topk_method", "moe_layer_freq", "n_group 3", "must be equal", "qk_rope_"
+    words = "scoring_func", "topk_method", "moe_layer_freq", "n_group 3", "must be equal", "qk_rope"
     problems = problems_of(tmp_path)
     assert len(problems) == len(words)
     assert all(any(word in problem for problem in problems) for word in words), problems
