@@ -36,7 +36,7 @@ log = logging.getLogger("mooncake_store.store")
 BATCH_BYTES = 4 * 1024**2  # largest part by default, for nodes of this host
 OTHER_HOST_LONGER = 2  # factor on the size of the largest part, for nodes of other hosts
 HEADERS_DEADLINE_S = 0.5  # timeout of each header transfer, in seconds
-ATTEMPTS_MAX = 2  # per node; the second only if the node has restarted (new incarnation)
+ATTEMPTS_MAX = 2  # attempts per node; the second is made only if the node has restarted
 
 
 class Want(NamedTuple):
@@ -45,7 +45,7 @@ class Want(NamedTuple):
     copy: Copy
     start_bytes: int  # offset inside the block
     target: LocalSpan
-    checksums: tuple[int, ...]  # expected, of equal consecutive pieces; empty: do not verify
+    checksums: tuple[int, ...]  # of equal consecutive pieces of the span; empty: do not verify
     layers: int = 0  # > 0: the span is the whole block; its checksum covers so many layer digests
     # if given and layers > 0: receives the computed packed digests, also if they do not match
     digests: list[bytes] | None = None
@@ -322,7 +322,7 @@ class HeaderReader:
         copies: Sequence[Copy],
         left_s: float,
     ) -> list[bool]:
-        """Read these spans of one node, then check the slots as `still_hold` does. All in one
+        """Read these spans of one node, then check the slots as `still_hold` does. Both are one
         transfer if the transport keeps the order of spans and the headers fit a scratch buffer."""
         heads = [_heads(node.shape, copy) for copy in copies]
         total_bytes = sum(span.length_bytes for span in heads)

@@ -264,14 +264,14 @@ class StoreClient:
             self.directory.drop_copy(header.key, copy.node_id, copy.generation)
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
-        """True for block keys with a copy on any node. Takes no lease and does not count as a use.
+        """True for block keys with a copy on any node. No lease is taken, and no use is recorded.
         Evictions and other clients' removals are seen after 3.5 s at most (index_reader.py). A
         block that the directory lists is never reported as missing."""
         return self._index.exist(keys)
 
     def stat(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
-        """The copies of each block, with node, size and checksum; DRAM before SSD. () for a block
-        without copies. Counts as a use."""
+        """The copies of each block, with node, size and checksum, DRAM before SSD; () for a block
+        without copies. The call counts as a use of the blocks."""
         self._check_keys(keys, len(keys))
         return self.directory.lookup(list(keys), self._owner(), 0.0, prefix_only=False)
 
@@ -291,10 +291,10 @@ class StoreClient:
         source: str = "",
     ) -> list[bool]:
         """Copy these blocks to the nodes `add`, then remove them from the nodes `drop`. `source`:
-        the node to read from if it has the block; "": any node. False in three cases. The block is
-        not on every node of `add`, or on no node: no copy was removed. All its copies are on
-        `drop`: none was removed. A copy on `drop` is leased: this copy stays. Raises NodeUnknown;
-        RequestInvalid if a node of `add` cannot pull blocks."""
+        the node to read from if it has the block; "": any node. False if the block is on no node,
+        or not on every node of `add`; no copy is removed then. False also if all its copies are on
+        `drop` (none is removed), or if a copy on `drop` is leased (this copy stays). Raises
+        NodeUnknown, or RequestInvalid if a node of `add` cannot pull blocks."""
         self._check_keys(keys, len(keys))
         deadline_s = self._check_deadline(deadline_s)
         return self.replicas.change(keys, add, drop, self._owner(), deadline_s, source)

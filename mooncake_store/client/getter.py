@@ -35,8 +35,8 @@ class Getter:
 
     def find(self, keys: Sequence[bytes]) -> list[tuple[Copy, ...]]:
         """The copies of each block, without a lease, because a lease would cost more time than a
-        small read. Checksum or header are checked after each read, so a block that disappears
-        during the read is a miss."""
+        small read. The checksum or the header is checked after each read, so a block that
+        disappears during the read is a miss."""
         return self._directory.lookup(keys, "", 0.0, prefix_only=False)
 
     def get_known(self, request: GetRequest, found: Sequence[tuple[Copy, ...]]) -> None:

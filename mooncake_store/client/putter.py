@@ -62,7 +62,7 @@ SHARE_BYTES_MIN = 1024**2  # payload per thread; a smaller share is not worth an
 MARK_S_MIN, MARK_S_MAX = 0.01, 2.0  # bounds of the timeout of one transfer of marks
 _NO_KEY = bytes(KEY_BYTES)  # in the header of a slot that is reserved for a block not known yet
 ATTEMPTS_MAX = 3  # attempts to write a block; only WriteGivenUp leads to another one
-ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # first, longest wait for another's block
+ANOTHERS_POLL_S, ANOTHERS_POLL_S_MAX = 0.005, 0.1  # first, longest poll interval (_put_allocated)
 
 
 class Write(NamedTuple):
@@ -352,7 +352,7 @@ class Putter:
         may still arrive."""
         node = self._access(info)
         now_s, mark_s_max = boot_s(), MARK_S_MAX
-        confirm()  # called again after the marks: a later directory quarantines marked slots
+        confirm()  # and again after the marks, from which on a new directory quarantines the slots
         # From `begins_s` on, a new directory may grant these slots to others, so the marks must
         # not be late.
         if given.begin_s:

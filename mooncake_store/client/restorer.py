@@ -2,7 +2,7 @@
 
 This process allocates slots in the node's DRAM, leased to the request. The node reads the blocks
 from its SSD into these slots and verifies them. This process commits them, so the next reader finds
-them in DRAM. While the node reads one group, the caller processes the group before.
+them in DRAM. While the node reads one group, the caller processes the previous group.
 
 Not here: reading the file (the node), moving what is in DRAM (block_reader.py).
 """

@@ -356,7 +356,7 @@ class Store:
         return self._directory.renew(owner, lease_s)
 
     def release(self, owner: str) -> None:
-        """End all leases of `owner`. Uncommitted slots are not granted again for a while."""
+        """End all leases of `owner`; its uncommitted slots are quarantined."""
         self._directory.release(owner)
 
     def read(

@@ -48,7 +48,7 @@ STEP_S = 0.05  # delay until a stop is noticed
 
 
 class NoLeader(StoreUnavailable):
-    """No directory leads there now."""
+    """No directory is elected at this address now."""
 
 
 class Leader(msgspec.Struct, frozen=True):
@@ -92,7 +92,7 @@ class Leadership:
         return MARGIN * self._ttl_s
 
     def close(self) -> None:
-        """Release the lead now, for a clean shutdown. Idempotent."""
+        """Release the lead now, for a clean shutdown. A second call has no effect."""
         was_over = self._is_over.is_set()
         self._is_over.set()
         self._thread.join()

@@ -27,7 +27,7 @@ from mooncake_store.keys import folder
 from mooncake_store.keys.tls import contexts_of_process, refusal_words
 
 DIGITS_MAX = 18  # most digits of a decimal number in a value
-LOOK_S_MAX = 0.5  # timeout of each check why a call over TLS failed
+LOOK_S_MAX = 0.5  # timeout of each connection that finds out why a call over TLS failed
 
 
 class EtcdFailed(StoreUnavailable):

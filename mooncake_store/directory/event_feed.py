@@ -127,7 +127,7 @@ class EventFeed:
             )
             self._lost(now_s)
         if self._is_replaced(now_s):
-            log.info("event feed: another directory leads than %s", self.events_address)
+            log.info("event feed: %s is silent, another directory leads", self.events_address)
             self._lost(now_s)
         if self._needs_snapshot and now_s >= self._retry_s and self._subscribe_to_leader(stream):
             self._take_snapshot()

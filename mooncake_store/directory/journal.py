@@ -46,7 +46,7 @@ PAGE_KEYS = 8  # records per answer of etcd, at most 1 MB each
 
 class Head(msgspec.Struct, frozen=True):
     epoch: int  # of the leader that wrote this head
-    # Of the latest change, also in a new leader's first head; 0: no change yet.
+    # Number of the latest change, which a new leader's first head repeats; 0: no change yet.
     number: int
     seal: int = 0  # number of seals that this leader has tried to write
 

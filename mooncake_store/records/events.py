@@ -6,8 +6,8 @@ another epoch, takes a snapshot. Until the next event or snapshot arrives, a rep
 copy or list a removed copy.
 
 When a storage node leaves, one BlockRemoved for each of its announced copies comes first, then
-NodeDown. A replica may ignore either kind. Ephemeral copies (of a single request) are never
-announced.
+NodeDown. To drop the node's copies, a replica may rely on either. Ephemeral copies (of a single
+request) are never announced.
 
 Not here: sending events (mooncake_store/directory/server.py), subscribing (event_feed.py).
 """

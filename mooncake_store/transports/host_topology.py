@@ -137,7 +137,7 @@ def has_carrier(interface: str) -> bool:
 
 
 def topology_json() -> str:
-    """For NodeInfo.topology."""
+    """The topology of this host, for NodeInfo.topology."""
     return json.dumps(host_topology().as_dict(), separators=(",", ":"))
 
 

@@ -63,8 +63,8 @@ class NodeAccess(NamedTuple):
 
 
 class Traffic:
-    """Counts the bytes that this process moves from or to each node: those in flight, and the total
-    of each of the NODES_MAX nodes that were used last. Thread-safe."""
+    """Counts the bytes that this process reads from each node: those in flight, and the total of
+    each of the NODES_MAX nodes that were read last. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Traffic:
         return self._bytes.get(node_id, 0)
 
     def asked_bytes(self) -> dict[str, int]:
-        """Bytes moved from or to each node since this process started, by node_id."""
+        """Bytes requested from each node since this process started, by node_id."""
         with self._lock:
             return dict(self._asked_bytes)
 

@@ -249,8 +249,8 @@ def _listening_ports() -> set[int]:
 
 
 class NodeAgent:
-    """A storage node's agent: registers the segment once. Its own thread serves peers, without the
-    GIL."""
+    """A storage node's agent, which registers the segment once. NIXL's progress thread serves
+    peers, without the GIL."""
 
     def __init__(
         self, name: str, address: int, size_bytes: int, devices: AgentDevices = ALL_DEVICES

@@ -169,8 +169,8 @@ class AgentLane:
                 self._agent.deregister_memory(memory)
 
     def _unregister_all(self) -> None:
-        """Unregister all memory. deregister_memory is the only NIXL call that moves no bytes of
-        transfers in flight, so it is safe on a frozen lane."""
+        """Unregister all memory. NIXL's deregister_memory moves no bytes of transfers in flight, so
+        it is safe on a frozen lane."""
         for memory in self._registered.values():
             with contextlib.suppress(*self._errors):
                 self._agent.deregister_memory(memory)
@@ -326,8 +326,8 @@ class AgentLane:
             self._end(transfer)
             transfer.peer.is_broken = self.has_failed = True
             raise TransferFailed(
-                f"transfer with {transfer.peer.agent_name} failed: {error}; the node is gone or "
-                "cut off"
+                f"transfer with {transfer.peer.agent_name} failed: {error}; is the node gone or "
+                "cut off?"
             ) from error
         if state == "DONE":
             self._end(transfer)

@@ -1,8 +1,8 @@
 """Probes the transport and the rate of each storage node, for estimates.
 
 A probe connects with one small read. It then reads HELLO_BYTES and PROBE_BYTES several times each
-into its own memory, and takes the medians. It is not a benchmark: it shares the machine with all
-other work.
+into its own memory, and takes the medians. It is not a benchmark, because it shares the machine
+with all other work.
 
 The result is logged once for each incarnation of a node. Between processes of one host NIXL copies
 through the kernel (CMA). If the two processes differ in user, PID namespace or IPC namespace, NIXL

@@ -100,7 +100,7 @@ def unpack_spans(raw: bytes | bytearray) -> list[tuple[int, int]]:
 
 
 def send(connection: socket.socket, pieces: Sequence[memoryview], until_s: float) -> None:
-    """Send all pieces in order. Raises TimeoutError at `until_s`, and OSError."""
+    """Send all pieces in order. Raises TimeoutError at `until_s`, or another OSError."""
     left = Pieces(pieces)
     while batch := left.next():
         connection.settimeout(_left_s(until_s))

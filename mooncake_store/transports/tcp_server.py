@@ -17,7 +17,7 @@ CLOSABLE_AGE_S_MIN. Otherwise the new connection is rejected.
 A write must stop once its client has abandoned it. The client resets the connection at its
 deadline, and the server checks for a reset before it reads each batch of pieces from the socket.
 So a server that was frozen discards the queued bytes of an abandoned write, except for the batch in
-progress. They would otherwise change memory that may have a new owner by now.
+progress. These bytes would otherwise change memory that may have a new owner by now.
 
 Not here: the frames (tcp_frames.py), the client (tcp_transport.py), granting slots (directory).
 """
@@ -79,8 +79,8 @@ class OpenConnection:
 
 
 class TcpServer:
-    """Serves `memory` until close(). `address`: HOST:PORT where it listens. `is_advertised`: the
-    node registers another address for clients, so `host` may be a wildcard address."""
+    """Serves `memory` until close(), at HOST:PORT `address`. `is_advertised`: the node registers
+    another address for clients, so `host` may be a wildcard address."""
 
     def __init__(
         self,

@@ -21,8 +21,7 @@ from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.transports import tcp_frames as frames
 from mooncake_store.transports.tcp_frames import FrameKind
 
-# most that is read from a rejected client and discarded (_close_after_alert)
-LEFTOVER_BYTES_MAX = 64 * 1024
+LEFTOVER_BYTES_MAX = 64 * 1024  # most bytes to read and discard in _close_after_alert
 LEFTOVER_S_MAX = 1.0
 RECORD_HEADER_BYTES = 5  # TLS reads this many bytes before it rejects a stream that is not TLS
 PLAIN_CLIENT = (

@@ -9,8 +9,8 @@ has read the bytes that are still queued (tcp_server.py).
 A pooled connection may have died. So when it breaks, one more attempt is made on a new connection.
 Reads and writes may be repeated, because a transfer moves the same bytes to the same address again.
 
-Socket buffers are left to the kernel: its auto-tuning exceeds a fixed size (net.ipv4.tcp_rmem), and
-a fixed size of 4 MiB made no difference on one host.
+The kernel chooses the size of socket buffers, because its auto-tuning exceeds a fixed size
+(net.ipv4.tcp_rmem). A fixed size of 4 MiB made no difference on one host.
 
 Not here: the frames (tcp_frames.py), the node's side (tcp_server.py).
 """
@@ -207,7 +207,7 @@ def _failure(node: NodeInfo, error: Exception, spans: int, is_read: bool) -> Tra
         )
     if isinstance(error, LimitReached):
         return ConnectionsFull(f"{where} accepts no further connection: {error}")
-    return TransferFailed(f"{where}: {error}; the node is gone or cut off")
+    return TransferFailed(f"{where}: {error}; is the node gone or cut off?")
 
 
 def _reset(connection: socket.socket) -> None:

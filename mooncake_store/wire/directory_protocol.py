@@ -38,7 +38,7 @@ from mooncake_store.records.status import DirectoryStats
 from mooncake_store.wire.request_reply import Verb
 
 T = TypeVar("T")
-KEYS_MAX = 65_536  # in one request
+KEYS_MAX = 65_536  # block keys in one request
 # Most bytes of NoteRouted.notes. Notes about 64 routed requests usually have 10 KB. With the
 # longest tenant names, which clients choose, they have 0.4 MiB.
 NOTES_BYTES_MAX = 512 * 1024

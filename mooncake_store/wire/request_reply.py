@@ -7,8 +7,8 @@ and discards the connection with its queue. So a restarted server does not recei
 The answering side has a Responder, which decodes a request, calls the function that carries it out,
 and frames the reply. Invalid bytes are answered with an error.
 
-In a process with keys, both sides require keys over tcp:// (keys/curve.py). A rejected requester
-raises AccessRefused once all its keys have failed.
+In a process with keys, both sides require keys over tcp:// (keys/curve.py). If the server rejects
+all keys of the requester, the requester raises AccessRefused.
 
 Not here: the requests (directory_protocol.py, node_protocol.py).
 """
@@ -247,9 +247,9 @@ class ZeroMqConnection:
 
 class Requester:
     """Sends requests to one server, and keeps connections for later requests. Thread-safe. With
-    `is_in_order`, there is one request at a time, over one connection: for a server that answers
-    fast. Otherwise concurrent requests have connections of their own, so that a slow request delays
-    no other request."""
+    `is_in_order`, it sends one request at a time over one connection, which suits a server that
+    answers fast. Otherwise concurrent requests have connections of their own, so that a slow
+    request delays no other request."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ from mooncake_store.records.events import BlockAdded, BlockRemoved, EventLog, No
 # Seconds from the last lease of a corrupt copy until its slot is free, because a read may still be
 # in flight when its lease ends.
 BAD_QUARANTINE_S = 2.0
-LOOK_AGAIN_S = 1e-4  # pause after a failed slab search, per idle block; visiting one takes 1e-6 s
+LOOK_AGAIN_S = 1e-4  # pause after a failed slab search, per idle block (a visit takes 1e-6 s)
 _made = tuple.__new__  # creates a NamedTuple in half the time of its constructor
 SPILLS_LOOKED_AT_MAX = 512  # coldest blocks of one size examined per call of spill
 

@@ -12,7 +12,7 @@ Faults are made harmless instead of being prevented:
    frees the slot.
 2. Late commit: its generation is not current any more. The commit is rejected and changes nothing.
 3. Late or failed read: the reader finds another generation or checksum, counts a miss, and calls
-   `drop_copy`. If the copy is still listed, it is removed, and its slot is freed after its leases.
+   `drop_copy`. If the copy is still listed, it is removed. Its slot is freed after the last lease.
 4. Restarted storage node: the copies of its earlier incarnation (process) are removed. The new
    incarnation reports the blocks that are left (those on its SSD) as its inventory.
 5. Restarted directory: it starts empty and adopts the inventories of the nodes (`adopt`). It
@@ -177,8 +177,8 @@ class Directory:
         now_s: float,
         epoch: int = 0,
     ) -> list[bool]:
-        """Commit written blocks (key, slot, generation, checksum). If lease_s is 0, they lose their
-        leases. Otherwise all leases of `owner` are extended.
+        """Commit written blocks (key, slot, generation, checksum). If lease_s is 0, these blocks
+        lose their leases. Otherwise all leases of `owner` are extended.
 
         Returns False for a block whose slot does not belong to this owner (any more). Raises
         EpochPassed if an earlier directory, of `epoch`, granted the slots (0: unknown), and
@@ -256,7 +256,8 @@ class Directory:
         )
 
     def _refuse_misuse(self, node_id: str, blocks: Sequence[tuple[bytes, int, int, int]]) -> None:
-        """Raise RequestInvalid if all of these commits are errors that no delay can explain."""
+        """Raise RequestInvalid if each of these commits is an error of the caller, not a late
+        one."""
         table, holder = self._copies, self._nodes.get(node_id)
         mistakes = []
         for key, slot, generation, _ in blocks:

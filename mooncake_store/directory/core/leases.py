@@ -216,8 +216,8 @@ class PinTable:
         return ((key, until_s) for key, (kind, until_s) in self._pins.items() if kind is pin)
 
     def restore(self, records: Iterable[tuple[Sequence[bytes], Pin, Sequence[float]]]) -> None:
-        """Replay the changes of earlier pins: (keys, kind, until_s for all keys or per key) of
-        each. Call it before any key has a copy. A million pins take about a second."""
+        """Replay earlier changes of pins. A record is (keys, kind, until_s for all keys or per
+        key). Call it before any key has a copy. A million pins take about a second."""
         for keys, pin, until_s in records:
             if pin is Pin.NONE:
                 for key in keys:

@@ -2,7 +2,7 @@
 
 Only the usage of tenants with a quota is counted. A new block beyond its tenant's quota evicts
 the coldest blocks of this tenant, never those of another tenant. A block that two tenants compute
-counts for the tenant that wrote it (with a cache salt per tenant, no block is shared). A further
+counts for the tenant that stored it (with a cache salt per tenant, no block is shared). A further
 copy of the block, fetched by a node or restored from an SSD, counts for the same tenant, unless its
 writer names another tenant. Spilling (a copy to the SSD) evicts no block for a quota. Instead, a
 block is not spilled if its tenant's quota is full.

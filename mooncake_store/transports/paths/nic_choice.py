@@ -3,8 +3,8 @@
 KV moves by NIXL, which uses the library UCX. An *agent* is an endpoint of NIXL in a process. UCX
 does not fail over: an agent that uses two cards hangs if one of them is cut during a transfer. So
 each of several cards can get an agent of its own, in storage nodes and in clients. One more agent,
-the *shared* one, serves the processes of its own host (which copy through the kernel). If no card
-has an agent, the shared agent serves all hosts.
+the *shared* one, serves the processes of its own host (which copy through the kernel). It also
+serves another host if the cards of this host, or those of the other host, have no agents.
 
 The first of these rules whose condition (before the colon) holds decides:
 

@@ -80,7 +80,7 @@ class NicCounters:
     read_bytes: int = 0
     write_bytes: int = 0
     failures: int = 0  # connections that broke or could not be made
-    abandoned: int = 0  # overdue parts
+    abandoned: int = 0  # overdue parts that were abandoned
     cooling_down: int = 0  # paths of this card in cool-down now
     cool_downs: int = 0  # cool-downs started
 

@@ -82,7 +82,7 @@ class Topology:
     problems: tuple[str, ...]  # entries of the tree that are missing or invalid
 
     def near_numa(self, number: int) -> tuple[str, ...]:
-        """Names of the _best() cards on this NUMA node, or of all _best() cards if none is there."""
+        """Names of the _best() cards on this NUMA node, or of all of them if none is there."""
         return _closest((nic, nic.numa_node != number) for nic in self._best())
 
     def near_gpu(self, gpu: Gpu) -> tuple[str, ...]:

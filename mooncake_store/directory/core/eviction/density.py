@@ -10,8 +10,8 @@ serving. Time is counted in uses of any block; the *age* of a block is the time 
    queues are ordered by recency.
 2. Eviction compares the coldest block of each queue and evicts the one with the lower value at its
    age (ReuseTimes).
-3. An evicted block leaves a ghost entry: its name, which is a part of its key's hash. A block that
-   returns while its name is kept joins `again`.
+3. An evicted block leaves a ghost entry with its name, which is a part of the hash of its key. A
+   block that returns while its name is kept joins `again`.
 4. A use under a lease counts when the lease ends (discard, then add). A use without a lease counts
    at once (touch). Prefill writes a block and decode reads it for the same request. So uses of a
    block count as one if their distance is less than 1/64 of the number of blocks in the cache.
