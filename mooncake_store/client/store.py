@@ -582,7 +582,7 @@ def _refuse_other_host(info: NodeInfo) -> None:
         here = f"without {os.path.dirname(info.segment_path)}"
     if info.host_id != here:
         raise NodeUnknown(
-            f"storage node {info.node_id} is on host {info.host_id}, and this host is {here}, "
+            f"storage node {info.node_id} is on another host ({info.host_id}; this is {here}), "
             "but a worker must map the memory of its node: start a storage node on this host "
             "and name it as store_node"
         )

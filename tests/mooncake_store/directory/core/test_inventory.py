@@ -126,7 +126,7 @@ def test_an_inventory_is_refused_from_an_open_node_and_from_another_life_of_it()
     with pytest.raises(NodeUnknown, match="another incarnation"):
         directory.adopt("s0", "n0", [], True, 0.0)
     directory.adopt("s0", "n1", [], True, 0.0)
-    with pytest.raises(RequestInvalid, match="is open"):
+    with pytest.raises(RequestInvalid, match="is complete"):
         directory.adopt("s0", "n1", [], True, 0.0)
 
 
