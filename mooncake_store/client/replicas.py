@@ -23,7 +23,7 @@ from mooncake_store.wire.node_protocol import BLOCKS_MAX
 log = logging.getLogger("mooncake_store.client")
 DRAIN_BLOCKS = 256  # blocks moved per batch
 EPOCHS_MAX = 8  # attempts of one pull, if each ends with EpochPassed
-EPOCH_WAIT_S = 0.25  # between two attempts; a node reports every second
+EPOCH_WAIT_S = 0.25  # pause between two attempts; a node registers with its next report (1 s)
 
 
 class Replicas:

@@ -579,7 +579,7 @@ def _refuse_other_host(info: NodeInfo) -> None:
     try:
         here = host_id(info.segment_path)
     except OSError:
-        here = f"without {os.path.dirname(info.segment_path)}"
+        here = f"a host without {os.path.dirname(info.segment_path)}"
     if info.host_id != here:
         raise NodeUnknown(
             f"storage node {info.node_id} is on another host ({info.host_id}; this is {here}), "

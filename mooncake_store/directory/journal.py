@@ -157,8 +157,8 @@ class StateJournal:
         self._revision = revision
 
     def _was_written(self, head: bytes, number: int, is_over: bool) -> bool:
-        """Whether a write without an answer succeeded; afterwards it cannot succeed late.
-        `is_over`: etcd reported that it is full, so a late success is impossible without a seal."""
+        """Whether a write without an answer succeeded. If False, the write cannot succeed later.
+        `is_over`: etcd reported that it is full, so no seal is needed for this."""
         while True:
             found = self._find_head()
             if found.value == head or found.mod_revision != self._revision:

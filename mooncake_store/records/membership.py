@@ -33,7 +33,7 @@ class NodeInfo:
     node_id: str
     incarnation: str
     host_id: str  # nodes with the same host_id can map each other's segments
-    segment_path: str  # file of its memory; for tier "ssd", of its blocks
+    segment_path: str  # file with the memory (tier "dram") or the blocks (tier "ssd")
     segment_bytes: int
     agent_name: str  # name of its NIXL agent; empty when the node runs without NIXL
     agent_metadata: bytes
@@ -80,7 +80,7 @@ class WorkerInfo:
     grpc_address: str = ""  # HOST:PORT of the Triton that serves the worker; "" without one
     # Whether the engine transfers KV itself, so that prompts need no memory of the storage node.
     is_native: bool = False
-    can_flip: bool = False  # whether it can drain and register in the other role on request
+    can_flip: bool = False  # whether the worker can drain and register in the other role
     # Prefill workers with the same group name compute a share of the layers each, as pipeline
     # stages 0 to pipeline_stages - 1. Frontends call stage 0. "": this worker has all layers.
     pipeline_group: str = ""
@@ -109,6 +109,6 @@ class WorkerReport:
     running: int  # running requests
     pages_used: int  # pages of unfinished requests, and pages that may still be written
     context_tokens: int  # KV tokens of the running decodes
-    step_s: float  # recent mean seconds of a prefill step, or of a decode step with this batch
+    step_s: float  # recent mean seconds of a prefill step, or of a decode step with the current batch
     is_draining: bool
     oldest_step_s: float = 0.0  # age of the engine's current step; 0: no step is running

@@ -30,8 +30,8 @@ class Movers:
         self._pool: ThreadPoolExecutor | None = None
 
     def each(self, task: Callable[[T], R], parts: Sequence[T]) -> list[R]:
-        """Run task(part) for every part; the results in order. All tasks have ended when this
-        returns or raises. Raises the first error."""
+        """Run task(part) for every part. Returns the results in order, or raises the first error.
+        All tasks have ended by then."""
         if self.threads == 1 or len(parts) < 2:
             return _all(task, parts)
         shares = [parts[number :: self.threads] for number in range(self.threads)]

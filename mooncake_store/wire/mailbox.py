@@ -43,7 +43,7 @@ DROP_NOTE_S = 1.0  # seconds between two log lines about unreadable messages
 REFUSED_S = 1.0  # pause before a retry after an inbox rejected this process
 POLL_MS = 200  # delay until close() is noticed
 CLOSE_S_MAX = 5.0  # seconds for an inbox's thread to end, or a closed idle socket to send its queue
-MESSAGE_BYTES_MAX = 16 * 2**20  # of one frame from another host
+MESSAGE_BYTES_MAX = 16 * 2**20  # of one frame over tcp://
 MESSAGE_VERSION = 1
 _MARK = b"MM" + MESSAGE_VERSION.to_bytes(2, "little")  # before each message
 M = TypeVar("M")
@@ -143,7 +143,7 @@ class Inbox(Generic[M]):
         return frames[0].buffer
 
     def _drop(self, error: Exception) -> None:
-        """Count a dropped message; log at most one line per DROP_NOTE_S."""
+        """Count a dropped message. At most one line is logged per DROP_NOTE_S."""
         self._dropped += 1
         now_s = time.monotonic()
         if now_s - self._noted_s >= DROP_NOTE_S:

@@ -48,7 +48,7 @@ class NodeStats(msgspec.Struct, frozen=True):
     node_id: str
     incarnation: str
     segment_bytes: int
-    segment_pages: str  # for people: the kinds of its memory pages, and its folder
+    segment_pages: str  # for operators: kinds of the segment's memory pages, and its folder
     unit_bytes: int
     requests_waiting: int  # at the control socket, to be carried out
     ssd: str = ""  # state of the SSD tier; "" for a node without an SSD

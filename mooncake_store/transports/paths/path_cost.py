@@ -7,7 +7,7 @@ network whenever that is a little faster for this reader. But a byte from farthe
 the shared network, so each step of distance has a higher price. With equal load and equal rates,
 the order of cost is same node < same host < same rack < other.
 
-Copies on SSDs come last on any path: reading one takes a slot of DRAM from another block.
+Copies on SSDs come last on any path, because reading one takes a DRAM slot from another block.
 
 Not here: bytes in flight and the list of nodes (known_nodes.py), measuring (rates.py).
 """
