@@ -1,8 +1,8 @@
 """Parses a cluster file (YAML) into a `Deployment`, or reports every mistake of the file.
 
-One method or class reads each section. `_check_together` then compares the sections. A worker's
-template is a config.pbtxt of the base model repository. The parameters in the file override those
-of the template, and config_pbtxt.py checks the result as a model does when it loads.
+One method or class reads each section. `_check_together` then compares the sections. The template
+of a worker is a config.pbtxt of the base model repository. The parameters in the cluster file
+override those of the template. The result is checked as a model checks it when it loads.
 
 Not here: the meaning of the keys (deployment.py), YAML itself (section.py).
 """
@@ -63,9 +63,9 @@ DNS_NAME = re.compile(
 )
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")
-POOL_KEYS = ("role", "workers", "grpc_port", "elastic")  # keys that are no parameters of workers
+POOL_KEYS = ("role", "workers", "grpc_port", "elastic")  # all other keys are worker parameters
 OF_TRTLLM = ("page_tokens", "tp_size", "handoff")  # parameters of the engine tensorrt_llm
-# Parameters that must be equal in all workers, because workers share stored blocks.
+# Parameters that must be equal in all workers, because the workers share stored blocks.
 FINGERPRINT = ("checkpoint", "engine", "dtype", "kv_dtype", "block_tokens", *OF_TRTLLM)
 SET_BY_THE_FILE = ("checkpoint", "store_node", "gpus")  # never taken from a worker's template
 WORKERS_MAX = 64  # limit of the workers of one pool on one host
@@ -76,18 +76,18 @@ NODE_BYTES_MIN = 1 << 20  # smallest DRAM of a storage node
 
 
 def load(path: Path, base: Path | None = None) -> Deployment:
-    """Raises ClusterFileInvalid with every mistake, or if the file cannot be read. `base` is the
-    model repository with the templates. If it is None or missing, no template is merged."""
+    """Raises ClusterFileInvalid with every mistake, or if the file cannot be read. `base`: the
+    model repository with the templates. If `base` is None or missing, no template is merged."""
     try:
         with path.open("rb") as file:
             content = file.read(4 * CHARACTERS_MAX + 1)
         text = content.decode("utf-8-sig")
     except OSError as error:
-        problem = f"cannot be read ({error.strerror}): name the cluster file with --cluster"
+        problem = f"cannot be read ({error.strerror}): check its path (--cluster) and permissions"
         raise ClusterFileInvalid(str(path), (problem,)) from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        problem = f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8: save it as UTF-8"
+        problem = f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8: save the file so"
         raise ClusterFileInvalid(str(path), (problem,)) from None
     return parse(
         text, str(path), templates_in(base) if base and named_or_shipped(base).is_dir() else {}
@@ -97,8 +97,8 @@ def load(path: Path, base: Path | None = None) -> Deployment:
 def parse(
     text: str, path: str = "cluster.yaml", templates: Mapping[str, str] | None = None
 ) -> Deployment:
-    """Raises ClusterFileInvalid with every mistake, and no other exception for any text.
-    `templates` maps each model of the base repository to the text of its config.pbtxt."""
+    """Raises ClusterFileInvalid with every mistake, and no other exception. `templates` maps each
+    model of the base repository to the text of its config.pbtxt."""
     try:
         tree, problems = read_tree(text)
     except YamlInvalid as error:
@@ -121,9 +121,9 @@ class _ClusterFile:
     templates: Mapping[str, str]
     hosts: dict[str, Host] = field(default_factory=dict)
     nodes: list[NodeSpec] = field(default_factory=list)
-    # Pool -> parameters of its template, overridden by the parameters of the file.
+    # Pool -> its parameters: those of the file, and others from its template.
     settings: dict[str, dict[str, str]] = field(default_factory=dict)
-    known: set[str] = field(default_factory=set)  # parameters that exist for at least one pool
+    known: set[str] = field(default_factory=set)  # names of parameters that some pool has
 
     def read(self) -> Deployment:
         top = self.top
@@ -158,14 +158,14 @@ class _ClusterFile:
 
     def _hosts(self, section: FileSection) -> Iterator[tuple[str, Host]]:
         if len(section.names()) > HOSTS_MAX:
-            section.note("", f"more than {HOSTS_MAX}")
+            section.note("", f"has more than {HOSTS_MAX} hosts: make several deployments")
             return
         for name, host in section.sections():
             if not NAME.fullmatch(name):
                 section.note(name, f"is no valid host name; use {NAME_WANTED}")
             if not host.has("address"):
                 section.note(name, "has no address for other hosts: add one (address: IP)")
-            unread = f"{name}.invalid"  # replaces an invalid address, so that reading can continue
+            unread = f"{name}.invalid"  # stands for an invalid address while the file is read
             address = host.word("address", unread, _is_address, ADDRESS_WANTED)
             default = address if is_ip(address) else "0.0.0.0"
             if address == "localhost":
@@ -198,7 +198,7 @@ class _ClusterFile:
     def _named_hosts(
         self, section: FileSection, default: tuple[str, ...], if_twice: str = "remove one"
     ) -> tuple[str, ...]:
-        """The defined hosts in the list `hosts` of a section; `default` if it has none."""
+        """The defined hosts in the list `hosts` of a section; `default` if there are none."""
         found = section.words("hosts", if_twice)
         for name, line in found:
             self.look_up_host(name, line, section.path_of("hosts"))
@@ -305,7 +305,7 @@ class _ClusterFile:
         return found
 
     def _conductor(self, checkpoint: str) -> dict[str, str]:
-        """The conductor's parameters, including those of `slo` and the workers' checkpoint."""
+        """The parameters of the conductor, including those of `slo`, and the checkpoint."""
         section, slo = self.top.section("conductor"), self.top.section("slo")
         given = section.others()
         where = {name: (section, name) for name in given}  # parameter -> its section and key
@@ -378,7 +378,7 @@ class _PoolReader:
         if any(worker.grpc_port > PORT_MAX for worker in workers):
             section.note(
                 "grpc_port",
-                f"is {port}, and further workers of a host use the following ports, beyond "
+                f"is {port}, and the following ports, for further workers of a host, go beyond "
                 f"{PORT_MAX}: use a lower one",
             )
         elastic = self._elastic()
@@ -423,7 +423,8 @@ class _PoolReader:
         return Elastic(least, most, dram_bytes)
 
     def _workers(self, role: str, parameters: Mapping[str, str], port: int) -> Iterator[WorkerSpec]:
-        """The workers of all hosts. The file has their number, or a list of their parameters."""
+        """The workers of all hosts. For each host, the file has a number of workers, or a list with
+        the parameters of each worker."""
         section = self.section.section("workers")
         for host in section.names():
             entry = section.entry(host)
@@ -457,7 +458,7 @@ class _PoolReader:
                 )
 
     def _node_of(self, host: str, number: int) -> str:
-        """The storage node of the host's worker `number`, round-robin; "" if there is no node."""
+        """The storage node of worker `number`, round-robin; "" if the host has no node."""
         own = [node.name for node in self.file.nodes if node.host == host]
         return own[number % len(own)] if own else ""
 
@@ -468,7 +469,7 @@ class _PoolReader:
         section: FileSection,
         only: Mapping[str, str] | None = None,
     ) -> None:
-        """Note the mistakes of the parameters `raw`. With `only`, note just those of `only`."""
+        """Note the mistakes in the parameters `raw`, or only mistakes in parameters of `only`."""
         known = _known(role, {**self.shipped, **raw})
         for name in (raw if only is None else only).keys() - known:
             section.note(name, f"unknown parameter{did_you_mean(name, known)}")
@@ -490,13 +491,13 @@ def _known(role: str, raw: Mapping[str, str]) -> set[str]:
 
 
 def _parameter_of(problem: str, raw: Mapping[str, str]) -> str:
-    """The first given parameter that the problem names; "" if it names none."""
+    """The first parameter of `raw` that the problem names; "" if it names none."""
     words = re.findall(r"[A-Za-z_][A-Za-z0-9_]*", problem)
     return next((word for word in words if word in raw), "")
 
 
 def _agreed(settings: Mapping[str, Mapping[str, str]], top: FileSection) -> str:
-    """Note each parameter of FINGERPRINT that differs between pools; returns the checkpoint."""
+    """Note each parameter of FINGERPRINT that differs between pools. Return the checkpoint."""
     for name in FINGERPRINT:
         default = str(getattr(TrtllmConfig() if name in OF_TRTLLM else WorkerConfig(), name))
         values = {pool: each.get(name, default) for pool, each in settings.items()}
@@ -508,7 +509,7 @@ def _agreed(settings: Mapping[str, Mapping[str, str]], top: FileSection) -> str:
 
 
 def _check_together(deployment: Deployment, top: FileSection) -> None:
-    """Note mistakes that are visible only across sections."""
+    """Note mistakes that only a comparison of sections shows."""
     for worker in deployment.workers:
         own = {node.name for node in deployment.nodes_of(worker.host)}
         if not own:
@@ -540,7 +541,7 @@ def _check_addresses(deployment: Deployment, top: FileSection) -> None:
             top.note("hosts", what)
     for host in hosts:
         if is_loopback(host.listen) and not is_loopback(host.address):
-            what = f"host {host.name} listens on loopback only, so {host.address} is not reachable"
+            what = f"host {host.name} listens on loopback only, so others cannot reach it"
             top.note("hosts", f"{what}: remove its listen")
     identities = [host.identity for host in hosts if host.identity]
     for identity in {each for each in identities if identities.count(each) > 1}:
@@ -561,7 +562,7 @@ def _is_address(text: str) -> bool:
     """True if the text has the form of a host's address: a unicast IPv4 address or a DNS name."""
     if is_ip(text):
         return not IPv4Address(text).is_unspecified and not IPv4Address(text).is_multicast
-    is_number = re.fullmatch(r"[\d.]+", text, re.ASCII)  # a mistyped IPv4 address, like 10.0.0.300
+    is_number = re.fullmatch(r"[\d.]+", text, re.ASCII)  # an invalid IPv4 address: 10.0.0.300
     return bool(DNS_NAME.fullmatch(text)) and not is_number
 
 

@@ -42,7 +42,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Check, render, show and drain a deployment of several hosts, which one file describes.",
+    help="Check, render, show or drain a deployment of several hosts, as one file describes it.",
 )
 render = typer.Typer(
     name="render",
@@ -78,7 +78,7 @@ def print_line(line: str) -> None:
 
 
 def plans_of(deployment: Deployment, host: str) -> list[HostPlan]:
-    """The plan of `host`; for "", those of all hosts. Raises BadParameter for an unknown host."""
+    """The plan of `host`, or all plans for "". Raises BadParameter for an unknown host."""
     if host and host not in deployment.hosts:
         known = ", ".join(deployment.hosts)
         raise typer.BadParameter(f"there is no host {host!r} in {deployment.path}; known: {known}")
@@ -91,7 +91,7 @@ def check(
     host: OneHost = "",
     model_repository: Base = Path("model_repository"),
 ) -> None:
-    """Print every mistake of the file, each host's processes, and models that differ on disk."""
+    """Print all mistakes of the file, or each host's processes and models that differ on disk."""
     with shown_mistakes():
         deployment = load(cluster, model_repository)
         plans = plans_of(deployment, host)
@@ -100,7 +100,7 @@ def check(
             print_line(f"note: {note}")
         for plan in plans:
             for difference in RenderedFolder(deployment, plan, model_repository).differences():
-                if host or difference.kind != "missing":  # other hosts' models are on their disks
+                if host or difference.kind != "missing":  # each host has only its own models
                     print_line(f"{plan.host}: {difference}")
     print_line(f"{cluster} is right")
 
@@ -111,7 +111,7 @@ def status(
     keys_of: KeysOf = "",
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
 ) -> None:
-    """All hosts: etcd, directory, storage nodes, frontends, workers.
+    """Show etcd, directory, storage nodes, frontends and workers of all hosts.
 
     The exit status is 1 if a part in the file is down or the directory does not answer, else 0.
     Frontends that listen on loopback are not checked.
@@ -141,16 +141,16 @@ def drain(
         False
     ),
     requests_s: Annotated[
-        float, typer.Option(help="After so many seconds, requests are moved to other hosts.")
+        float, typer.Option(help="Seconds after which requests are moved to other hosts.")
     ] = 30.0,
-    deadline_s: Annotated[float, typer.Option(help="Give up after so many seconds.")] = 600.0,
+    deadline_s: Annotated[float, typer.Option(help="Seconds after which draining stops.")] = 600.0,
     keys_of: KeysOf = "",
 ) -> None:
-    """Drain a host before a stop: requests finish or move, blocks that only it has are copied."""
+    """Drain a host before a stop: requests finish or move, blocks only on it are copied."""
     with shown_mistakes():
         deployment = load(cluster)
         if host not in deployment.hosts and not deployment.elastic_pools:
-            plans_of(deployment, host)  # raises an error that lists the hosts
+            plans_of(deployment, host)  # raises BadParameter, which names the known hosts
         with contextlib.closing(
             HostDrain(deployment, host, join_as_operator(deployment, keys_of))
         ) as draining:
@@ -166,13 +166,13 @@ def drain(
             left = draining.run(requests_s, deadline_s, print_line)
         if host in deployment.frontends.hosts:
             print_line(
-                f"{host} has a frontend: its streams end when it stops; send clients elsewhere"
+                f"{host} has a frontend: send clients elsewhere, because its streams end with it"
             )
         if left.is_empty:
-            print_line(f"{host} is drained: it can be stopped without loss")
+            print_line(f"{host} is drained: no request and no block is lost if it stops")
             return
         errors.print(
-            f"{left.requests} requests and {left.blocks} blocks are on {host} alone: other hosts "
+            f"{left.requests} requests and {left.blocks} blocks are left on {host}: other hosts "
             "have no room for them, or --deadline-s passed. Drain again, or stop it and lose them."
         )
     sys.exit(1)
@@ -195,8 +195,7 @@ def render_models(
 
 @render.command("firewall")
 def render_firewall(cluster: ClusterFile = Path("cluster.yaml"), host: OneHost = "") -> None:
-    """Write nftables rules for the ports of each host. The elastic hosts of a pool use
-    POOL-elastic/firewall.nft."""
+    """Write nftables rules of each host. POOL-elastic/firewall.nft is for elastic hosts of POOL."""
     with shown_mistakes():
         deployment = load(cluster)
         plans = plans_of(deployment, host)
@@ -225,7 +224,7 @@ def render_systemd(
     folder: Annotated[
         str, typer.Option(help="Folder of cluster file and model_repository on the hosts.")
     ] = "/opt/mooncake",
-    user: Annotated[str, typer.Option(help="User that it runs as.")] = "mooncake",
+    user: Annotated[str, typer.Option(help="User of the service.")] = "mooncake",
 ) -> None:
     """Write the hosts' systemd units."""
     with shown_mistakes():
@@ -235,7 +234,7 @@ def render_systemd(
             name = systemd.unit_name(deployment, plan.host)
             path = _write(deployment, f"{plan.host}/{name}", text)
             print_line(
-                f"{path}: copy it to /etc/systemd/system of {plan.host}, systemctl enable --now"
+                f"{path}: copy it to /etc/systemd/system of {plan.host}, systemctl enable --now it"
             )
 
 
@@ -258,7 +257,7 @@ def render_compose(cluster: ClusterFile = Path("cluster.yaml")) -> None:
                 f"there are no keys of {named}: make them (`mooncake keys`), then render again"
             )
         print_line(
-            f"{path}: docker build -f deploy/Dockerfile -t mooncake . && docker compose -f it up"
+            f"docker build -f deploy/Dockerfile -t mooncake . && docker compose -f {path} up"
         )
 
 
@@ -269,7 +268,7 @@ def render_kubernetes(
         int, typer.Option(min=0, max=65535, help="Port of OpenAI's interface; 0: none.")
     ] = 0,
     api_keys: Annotated[
-        Path | None, typer.Option(help="File of `mooncake tenants`: a Secret that frontends mount.")
+        Path | None, typer.Option(help="File of `mooncake tenants`, for a Secret of the frontends.")
     ] = None,
 ) -> None:
     """Write a Kustomize base, a component for monitoring, and Secrets of the keys."""
@@ -295,13 +294,12 @@ def render_kubernetes(
         if deployment.keys_folder and keys.is_dir():
             text = kubernetes.secrets(deployment, keys)
             path = _write(deployment, "kubernetes/secrets.yaml", text, mode=0o600)
-            print_line(f"{path}: kubectl apply -f it, and keep it as the keys")
+            print_line(f"{path}: kubectl apply -f it, and keep it as secret as the keys")
         elif deployment.keys_folder:
             print_line(f"no Secrets: there is no {keys}; `mooncake keys init` makes it")
 
 
 def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> Path:
-    """Write a file below rendered/ atomically."""
     path = Path(deployment.folder) / "rendered" / name
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text.encode(), lambda descriptor: os.fchmod(descriptor, mode))
@@ -309,9 +307,9 @@ def _write(deployment: Deployment, name: str, text: str, mode: int = 0o644) -> P
 
 
 def join_as_operator(deployment: Deployment, host: str = "") -> str:
-    """Set the environment variables with which this process connects as `host`; returns the address
-    of the directory. Without `host`, use the first keys on this machine. Raises ClusterFileInvalid
-    if the deployment has keys, but this user can read none of them here."""
+    """Set the environment variables with which this process connects as `host`, or with the first
+    keys on this machine without `host`. Return the address of the directory. Raises
+    ClusterFileInvalid if the deployment has keys, and this user can read none of them here."""
     if deployment.is_insecure:
         os.environ[INSECURE_VARIABLE] = "1"
     if deployment.keys_folder:
@@ -332,7 +330,7 @@ def _keys_on_this_machine(deployment: Deployment, host: str) -> Path:
             return folder
     what = (
         f"keys.folder: {base} has no keys that this user may read: run this on a host of the "
-        "deployment, or copy a host's folder of keys there"
+        "deployment as a user who may, or copy a host's folder of keys there"
     )
     raise ClusterFileInvalid(deployment.path, (what,))
 
@@ -365,7 +363,7 @@ def _hosts_table(deployment: Deployment, plans: list[HostPlan]) -> Table:
 
 
 def _notes(deployment: Deployment) -> Iterator[str]:
-    """Valid settings that the operator may not intend."""
+    """Texts about valid settings that the operator may not intend."""
     etcd = deployment.etcd
     if etcd is not None and etcd.hosts and len(etcd.hosts) % 2 == 0:
         yield f"{len(etcd.hosts)} etcd members tolerate no more failures than {len(etcd.hosts) - 1}"

@@ -1,7 +1,7 @@
 """The parts of a deployment, as its cluster file defines them.
 
     name, hosts                name of the deployment; its machines with their addresses
-    etcd, directories          the service that records where each KV block is; its election
+    etcd, directories          the leader election; the service that records where each KV block is
     storage_nodes              processes that hold KV blocks in DRAM and on SSD
     frontends                  Tritons that clients call
     pools, defaults            groups of equal workers; parameters of all pools
@@ -9,7 +9,7 @@
     keys                       keys of the hosts
     trusted_data_network       network interfaces on which KV moves unencrypted
 
-`cluster_file.load` returns only a valid `Deployment`. A file with mistakes raises
+`cluster_file.load` returns only a valid `Deployment`. For a file with mistakes it raises
 `ClusterFileInvalid`, which lists all mistakes, each with its line, path and remedy.
 
 Not here: the processes of one host (host_plan.py).
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 OCTETS = frozenset(map(str, range(256)))
-HOST_PORT_STEP = 10  # difference between the frontend ports of successive hosts with one address
+HOST_PORT_STEP = 10  # added to the frontend ports of each further host with the same address
 NODE_PORT = 7010  # default control port of a host's first storage node; its data port is 7011
 
 
@@ -41,15 +41,15 @@ class Host:
     name: str
     address: str  # IPv4 address or DNS name that other hosts use
     listen: str  # local IPv4 address that its processes bind
-    identity: str = ""  # distinguishes hosts that share a kernel; "": the machine's own identity
+    identity: str = ""  # distinguishes hosts with one kernel; "": the kernel's own identity
     state_dir: str = ""  # relative paths start at the folder of the cluster file
     rack: str = ""  # nodes with the same label have a short network path; "": no label
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables of all its processes
+    environment: Mapping[str, str] = field(default_factory=dict)  # set in all of its processes
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdCluster:
-    """Either `hosts` on which `mooncake serve` starts members, or `endpoints` of a running etcd."""
+    """Either hosts on which `mooncake serve` starts etcd members, or a running etcd's endpoints."""
 
     hosts: tuple[str, ...] = ()
     endpoints: tuple[str, ...] = ()  # HOST:PORT
@@ -62,7 +62,7 @@ class Directories:
     hosts: tuple[str, ...]
     port: int = 7001
     events_port: int = 7002
-    ttl_s: int = 3  # seconds of the leader's lease in etcd; then a dead leader is replaced
+    ttl_s: int = 3  # leader's lease in etcd in seconds, after which a dead leader is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Frontends:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
-    metrics_address: str = "127.0.0.1"  # local address of every host's metrics page
+    metrics_address: str = "127.0.0.1"  # local address of the metrics page, on every host
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +95,24 @@ class WorkerSpec:
     host: str
     grpc_port: int
     store_node: str  # storage node on the same host, to which the worker writes KV
-    parameters: Mapping[str, str] = field(default_factory=dict)  # override those of the pool
+    parameters: Mapping[str, str] = field(default_factory=dict)  # override the pool's parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Elastic:
-    """Numbers of elastic hosts: hosts outside the file, with one worker and one storage node."""
+    """Elastic hosts of a pool, which the file does not list. Each has one worker and one node."""
 
-    least: int  # 0 <= least <= most
+    least: int  # least number of elastic hosts; 0 <= least <= most
     most: int
-    dram_bytes: int = 1 << 30  # of each host's storage node
+    dram_bytes: int = 1 << 30  # DRAM of the storage node of an elastic host
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
     name: str
     role: str  # prefill | decode
-    grpc_port: int  # of the first worker on each host; further workers use the following ports
-    parameters: Mapping[str, str]  # of config.pbtxt, including those of `defaults`
+    grpc_port: int  # port of the first worker on a host; further workers use the following ports
+    parameters: Mapping[str, str]  # parameters of config.pbtxt, including those of `defaults`
     workers: tuple[WorkerSpec, ...]
     elastic: Elastic | None = None
 
@@ -122,7 +122,7 @@ class Deployment:
     """A valid cluster file."""
 
     name: str
-    path: str  # of the cluster file, as the operator named it
+    path: str  # path of the cluster file, as the operator named it
     hosts: Mapping[str, Host]
     etcd: EtcdCluster | None
     directories: Directories
@@ -132,12 +132,13 @@ class Deployment:
     conductor: Mapping[str, str]  # parameters of the model `conductor`
     checkpoint: str  # path of the checkpoint of all workers and tokenizers, or "demo"
     keys_folder: str = ""  # relative paths start at the file's folder; "": there are no keys
-    is_insecure: bool = False  # True: the operator accepts connections without keys
-    trusted_data_network: tuple[str, ...] | None = None  # interfaces; None: all are trusted
+    is_insecure: bool = False  # True if the operator accepts connections without keys
+    # Network interfaces on which KV moves unencrypted. None for all (possible only without keys).
+    trusted_data_network: tuple[str, ...] | None = None
 
     @property
     def folder(self) -> str:
-        """The folder of the cluster file, where its relative paths start."""
+        """The folder of the cluster file, at which relative paths in the file start."""
         return self.path.rpartition("/")[0] or ("/" if self.path.startswith("/") else ".")
 
     @property
@@ -146,7 +147,6 @@ class Deployment:
 
     @property
     def elastic_pools(self) -> list[PoolSpec]:
-        """The pools that accept elastic hosts."""
         return [pool for pool in self.pools if pool.elastic is not None]
 
     @property
@@ -158,7 +158,7 @@ class Deployment:
 
     def port_step(self, host: str) -> int:
         """The offset of the host's frontend and metrics ports. Hosts with equal addresses run on
-        one machine and need different ports."""
+        one machine, so they need different ports."""
         address = self.hosts[host].address
         there = [name for name, each in self.hosts.items() if each.address == address]
         return HOST_PORT_STEP * there.index(host)
@@ -171,7 +171,7 @@ class Deployment:
         return [*own, *self.etcd.endpoints]
 
     def ports(self) -> dict[tuple[str, int], list[tuple[str, str]]]:
-        """(address, port) -> its listeners, each as (section of the file, name)."""
+        """(address, port) -> the listeners there, each as (section of the file, name)."""
         found: dict[tuple[str, int], list[tuple[str, str]]] = {}
 
         def listen(section: str, host: str, port: int, user: str) -> None:

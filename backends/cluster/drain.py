@@ -1,4 +1,4 @@
-"""Drains a host while the deployment serves: its requests, then the blocks that only it has.
+"""Drains a host while the deployment serves: its requests, and the blocks that only it holds.
 
     1. The host's workers accept no new requests.
     2. The requests at these workers finish. A request that takes too long is moved: the worker
@@ -8,11 +8,10 @@
        first loaded into DRAM, so the host's nodes accept blocks until step 4.
     4. The host's storage nodes accept no new blocks. Blocks written since step 3 are copied too.
 
-Then the host can be stopped without loss. A restarted worker accepts requests again. The directory
-keeps the drain flag of a storage node until `undo`, until the node registers again, or until
-another directory leads.
-
-Streams of the host's own frontend are not moved, because a stream is bound to its connection.
+After these steps the host can be stopped without loss. A restarted worker accepts requests again.
+The directory keeps the drain flag of a storage node until `undo`, until the node registers again,
+or until another directory becomes the leader. Streams of the host's own frontend are not moved,
+because a stream is bound to its connection.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import SSD_SUFFIX, WorkerInfo
 
-LOOK_S = 1.0  # pause between two reads of the worker reports; a read returns all blocks as well
+LOOK_S = 1.0  # pause between two reads of the worker reports, because a read returns all blocks
 MOVED_AT_ONCE = 256  # limit of the blocks in one copy call
 COPY_S_MAX = 30.0  # timeout of one copy call
 ASK_S_MAX = 1.0  # timeout of a call to the directory in `move_requests`
-SNAPSHOT_S_MAX = 30.0  # timeout of other calls; a snapshot may have millions of blocks
+SNAPSHOT_S_MAX = 30.0  # timeout of other calls, because a snapshot may have millions of blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
     """The remaining requests and blocks of a host."""
 
-    requests: int  # requests at its workers
+    requests: int  # requests at the host's workers
     blocks: int  # blocks without a copy on another host
 
     @property
@@ -51,7 +50,7 @@ class Left:
 def move_requests(directory: str, workers: Collection[str], secret: str) -> None:
     """Make these workers fail their requests at once, so that frontends resume the requests on
     other workers. Does nothing if the directory does not return the workers' addresses within
-    ASK_S_MAX. Frontends then resume the requests after the workers have ended."""
+    ASK_S_MAX. Frontends then resume the requests when the workers have exited."""
     with (
         contextlib.suppress(StoreError),
         DirectoryClient(directory, ASK_S_MAX) as client,
@@ -65,7 +64,7 @@ def move_requests(directory: str, workers: Collection[str], secret: str) -> None
 class HostDrain:
     def __init__(self, deployment: Deployment, host: str, directory: str) -> None:
         self.host = host
-        # The storage node of an elastic host has the name of the host.
+        # The only storage node of an elastic host has the host's name.
         is_elastic = host not in deployment.hosts
         self._nodes = {host} if is_elastic else {n.name for n in deployment.nodes_of(host)}
         self._models = {worker.model for worker in deployment.workers if worker.host == host}
@@ -86,15 +85,14 @@ class HostDrain:
         return bool(nodes & self._nodes or self._workers(snapshot.workers))
 
     def undo(self) -> None:
-        """Make the host's workers and nodes accept requests and blocks again."""
         self._drain_workers(False)
         self._drain_nodes(False)
 
     def run(
         self, requests_s_max: float, deadline_s: float, on_progress: Callable[[str], None]
     ) -> Left:
-        """Drain the host for at most `deadline_s`; returns the requests and blocks that remain.
-        Requests are moved after `requests_s_max`."""
+        """Drain the host for about `deadline_s` at most, and return what remains. After
+        `requests_s_max`, unfinished requests are moved."""
         began_s = time.monotonic()
         give_up_s = began_s + deadline_s
         while True:
@@ -103,7 +101,7 @@ class HostDrain:
             requests = self.requests()
             if not requests or time.monotonic() > give_up_s:
                 break
-            on_progress(f"{requests} requests are at its workers" + (", moved now" * is_late))
+            on_progress(f"{requests} requests at workers of {self.host}" + ", moved now" * is_late)
             time.sleep(LOOK_S)
         self._copy_lonely(give_up_s, on_progress)
         self._drain_nodes(True)
@@ -130,8 +128,8 @@ class HostDrain:
         )
 
     def _workers(self, workers: Iterable[WorkerInfo]) -> list[WorkerInfo]:
-        """The host's workers in the file, and other workers with names POOL_HOST_..., like that of
-        an elastic host."""
+        """The host's workers in the file, and all others with a name POOL_HOST_..., such as the
+        worker of an elastic host."""
         return [
             worker
             for worker in workers
@@ -148,8 +146,8 @@ class HostDrain:
         ]
 
     def _copy_lonely(self, give_up_s: float, on_progress: Callable[[str], None]) -> int:
-        """Copy until every block has a copy on another host, or until no further block can be
-        copied; returns the number of blocks without such a copy. A batch goes to one node, to keep
+        """Copy blocks to other hosts until none is left, no further block can be copied, or the
+        time is over. Return the number of blocks that are left. A batch goes to one node, to keep
         prefixes together. After a pass without progress, a node is chosen for each block."""
         blocks, is_scattered = self._lonely(), False
         while blocks and time.monotonic() < give_up_s:
@@ -157,13 +155,13 @@ class HostDrain:
             self._copy(blocks, give_up_s, is_scattered)
             before, blocks = len(blocks), self._lonely()
             if len(blocks) >= before and is_scattered:
-                break  # the other nodes are full or not reachable
+                break  # the other nodes are full, or cannot be reached
             is_scattered = len(blocks) >= before
         return len(blocks)
 
     def _copy(self, keys: list[bytes], give_up_s: float, is_scattered: bool) -> None:
-        """Copy each block once. The directory chooses one node for each batch by its first block,
-        or one node for each block if `is_scattered`."""
+        """Try to copy each block once. The directory chooses a node by the first block of a batch,
+        or a node for each block if `is_scattered`."""
         directory = self._store.directory
         for start in range(0, len(keys), MOVED_AT_ONCE):
             left_s = min(COPY_S_MAX, give_up_s - time.monotonic())

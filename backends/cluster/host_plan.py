@@ -1,7 +1,7 @@
 """The plan of one host of a deployment: its processes with addresses, sizes and environment.
 
-The plan of a single machine is made in launcher/launch_plan.py. Where a plan has two addresses for
-one port, the process binds `listen...`, and other processes connect to the other address.
+The plan of a single machine is made in launcher/launch_plan.py. A process binds the addresses whose
+fields are named `listen...`. Other processes connect to the address without this prefix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EtcdMember:
     advertised_client_url: str
     listen_peer_url: str
     advertised_peer_url: str
-    initial_cluster: str  # NAME=PEER-URL,... of all members
+    initial_cluster: str  # NAME=PEER-URL of each member, separated by commas
     token: str  # identifies the etcd cluster, so that members of other deployments cannot join
 
 
@@ -35,8 +35,8 @@ class DirectoryPlan:
     listen_events: str
     advertised: str
     advertised_events: str
-    etcd: str = ""  # etcd://...; "": no election
-    ttl_s: int = 0  # seconds of the leader's lease in etcd; unused without an election
+    etcd: str = ""  # address of the election, etcd://...; "" without an election
+    ttl_s: int = 0  # seconds of the leader's lease in etcd, if there is an election
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class NodePlan:
 class GatewayPlan:
     """The gateway: OpenAI's interface in front of this host's frontend."""
 
-    listen: str  # HOST:PORT, shared by all its processes
+    listen: str  # HOST:PORT, shared by all processes of the gateway
     processes: int = 1
-    certificate: str = ""  # PEM file; "": plain HTTP
-    private_key: str = ""  # PEM file; "": plain HTTP
+    certificate: str = ""  # path of a PEM file; "" for plain HTTP
+    private_key: str = ""  # path of a PEM file; "" for plain HTTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,29 +84,29 @@ class WorkerPlan:
     grpc: str  # HOST:PORT that frontends call
     listen_grpc: str
     store_node: str  # storage node on this host, to which the worker writes KV
-    parameters: Mapping[str, str]  # parameters of its config.pbtxt, without store_node
+    parameters: Mapping[str, str]  # parameters of its config.pbtxt except store_node
 
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
     """All processes of one host. Relative paths start at `folder`."""
 
-    deployment: str  # its name; "" on a single machine
-    host: str  # its name; on a single machine the frontend's HTTP port
-    address: str  # without port; other hosts connect to it
-    listen: str  # without port; this host's processes bind it
+    deployment: str  # name of the deployment; "" on a single machine
+    host: str  # name of the host; on a single machine the frontend's HTTP port
+    address: str  # address without port to which other hosts connect
+    listen: str  # address without port that this host's processes bind
     folder: str  # folder of the cluster file; "." on a single machine
     state_dir: str
     model_repository: str
-    directory_address: str  # for all clients of the directory: tcp://, ipc:// or etcd://
-    events_address: str  # of the directory's events; "": the elected leader announces it
+    directory_address: str  # tcp://, ipc:// or etcd://, for all clients of the directory
+    events_address: str  # of the directory's events; "" if the elected leader announces it
     metrics: str  # HOST:PORT of this host's metrics page
     etcd: EtcdMember | None = None
     directory: DirectoryPlan | None = None
     storage_nodes: tuple[NodePlan, ...] = ()
     frontend: FrontendPlan | None = None
     workers: tuple[WorkerPlan, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)  # variables of all processes
+    environment: Mapping[str, str] = field(default_factory=dict)  # set in all processes
 
     @property
     def shm_bytes(self) -> int:
@@ -153,9 +153,9 @@ def host_plan(deployment: Deployment, name: str) -> HostPlan:
 
 
 def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: str) -> HostPlan:
-    """The plan of an elastic host: one worker of an elastic pool, and the storage node to which the
-    worker writes KV. The host is not in the file; `address` is the host's. Raises KeyError if there
-    is no elastic pool of this name."""
+    """The plan of an elastic host, which is not in the cluster file and has this name and address.
+    It has one worker of the elastic pool, and the storage node to which the worker writes KV.
+    Raises KeyError if there is no elastic pool of this name."""
     pool = {pool.name: pool for pool in deployment.elastic_pools}[pool_name]
     assert pool.elastic is not None
     host = Host(name=name, address=address, listen=address, state_dir=f".mooncake/{name}")
@@ -171,8 +171,8 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
 
 
 def gpus_of(workers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Model -> its CUDA devices, for the TensorRT-LLM workers of one host. `workers` maps models to
-    their parameters. A worker without `gpus` gets the next tp_size free devices."""
+    """Model -> CUDA devices, for the TensorRT-LLM workers of one host. `workers` maps each model to
+    its parameters. A worker without `gpus` gets the first tp_size devices that are free."""
     on_gpus = {model: raw for model, raw in workers.items() if raw.get("engine") == "tensorrt_llm"}
     named = {gpu.strip() for raw in on_gpus.values() for gpu in raw.get("gpus", "").split(",")}
     free = (number for number in itertools.count() if str(number) not in named)
@@ -317,7 +317,7 @@ def _at(address: str, port: int) -> str:
 
 
 def reached_at(listen: str, address: str) -> str:
-    """HOST:PORT at which callers reach the listener `listen`. `address` replaces 0.0.0.0."""
+    """HOST:PORT at which callers reach a listener bound to `listen`. `address` replaces 0.0.0.0."""
     host, port = host_and_port(listen)
     return _at(address if host == "0.0.0.0" else host, port)
 

@@ -2,8 +2,8 @@
 
 A template is the config.pbtxt of a model in the base repository. Its comments and tensors are kept.
 The deployment's values replace those of the template, and parameters that the template lacks are
-appended. Relative paths in the cluster file start at the file's folder, but those in a rendered
-model start at the parent of its repository. Relative paths therefore get the prefix `BACK`.
+appended. Relative paths in the cluster file start at the folder of that file. Relative paths in a
+rendered model start at the parent of the repository, so they get the prefix `BACK`.
 
 Not here: writing the files, and later edits by an operator (rendered_folder.py).
 """
@@ -19,8 +19,8 @@ from backends.cluster.host_plan import HostPlan, gpus_of
 from backends.shipped import named_or_shipped
 
 CONFIG = "config.pbtxt"
-BYTES = "surrogateescape"  # preserves bytes that are not UTF-8, as in a comment
-BACK = "../../"  # from rendered/HOST, the parent of a rendered repository, to the file's folder
+BYTES = "surrogateescape"  # error handler that preserves bytes that are not UTF-8
+BACK = "../../"  # from rendered/HOST, the repository's parent, to the folder of the cluster file
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 PARAMETER = re.compile(
     r'(?P<before>^\s*parameters\s*:?\s*\{\s*key\s*:\s*"(?P<key>[^"]+)"\s*,?\s*value\s*:?\s*\{'
@@ -54,7 +54,7 @@ def rendered_models(
     deployment: Deployment, plan: HostPlan, templates: Mapping[str, str]
 ) -> dict[str, str]:
     """Model -> text of its config.pbtxt, for all models of the host. Raises TemplateMissing."""
-    head = f"# Rendered from {deployment.file_name}; an edit here wins until "
+    head = f"# Rendered from {deployment.file_name}; an edit here is kept until "
     head += "`mooncake cluster render models`.\n"
     found: dict[str, str] = {}
     if plan.frontend is not None:
@@ -91,15 +91,15 @@ def backend_named(text: str) -> str:
 
 
 def parameters_of(text: str) -> dict[str, str]:
-    """The parameters of a config.pbtxt that are written like those of the shipped models."""
+    """The parameters of a config.pbtxt, if they are written as in the shipped models."""
     return {match["key"]: _unescaped(match["value"]) for match in PARAMETER.finditer(text)}
 
 
 def with_parameters(
-    text: str, parameters: Mapping[str, str], comment: str = "As the cluster file says."
+    text: str, parameters: Mapping[str, str], comment: str = "From the cluster file."
 ) -> str:
-    """The config.pbtxt `text` with these values. Parameters that `text` lacks are appended below
-    the line `comment`."""
+    """The config.pbtxt `text` with these values. Parameters that `text` lacks are appended after
+    `comment`."""
 
     def replaced(match: re.Match[str]) -> str:
         value = parameters.get(match["key"])
@@ -118,7 +118,6 @@ def with_parameters(
 
 
 def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
-    """The deployment's values for a model that clients call: the conductor's, or a checkpoint."""
     if backend_named(text) == "conductor":
         return _led_back(deployment.conductor)
     if "checkpoint" in parameters_of(text):
@@ -127,7 +126,7 @@ def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
 
 
 def template(role: str, parameters: Mapping[str, str], templates: Mapping[str, str]) -> str:
-    """The template of a worker: the first model of its role, preferably with the same engine."""
+    """The template of a worker: the first model of its role and engine, or else of its role."""
     alike = [text for _, text in sorted(templates.items()) if backend_named(text) == role]
     if not alike:
         raise TemplateMissing(

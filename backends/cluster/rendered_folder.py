@@ -1,8 +1,8 @@
 """The rendered model repository of a host, and the manifest of its rendered files.
 
 The manifest has the digest of each config.pbtxt as it was rendered. A file with another digest was
-edited by the operator. `mooncake serve` keeps an edited file. Only `mooncake cluster render models`
-overwrites an edited file.
+edited by the operator. `mooncake serve` keeps an edited file, and only `mooncake cluster render
+models` overwrites it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 
 
 def is_rendered(repository: Path) -> bool:
-    """The repository was rendered for one host of a deployment, so it need not have both roles."""
+    """Whether the repository was rendered for one host, which may not have both roles."""
     return (repository.resolve().parent / MANIFEST).exists()
 
 
@@ -38,7 +38,7 @@ class Difference:
 
     model: str
     kind: str  # edited | outdated | removed | added | missing
-    changes: tuple[str, ...] = ()  # one for each parameter: "threads: 2, in the cluster file 1"
+    changes: tuple[str, ...] = ()  # text for each parameter: "threads: 2, in the cluster file 1"
 
     def __str__(self) -> str:
         remedy = {
@@ -53,8 +53,8 @@ class Difference:
 
 
 class RenderedFolder:
-    """The rendered models of one host; `base` is the repository of templates. Raises
-    TemplateMissing if `base` lacks a template."""
+    """The rendered models of one host. `base`: the repository of templates. Raises TemplateMissing
+    if `base` lacks a template."""
 
     def __init__(self, deployment: Deployment, plan: HostPlan, base: Path) -> None:
         self.repository = Path(plan.folder) / plan.model_repository
@@ -64,7 +64,8 @@ class RenderedFolder:
         self._models = rendered_models(deployment, plan, templates_in(base))
 
     def write(self, keeps_edits: bool) -> list[str]:
-        """Write and remove models; returns the written ones. `keeps_edits` excludes edited ones."""
+        """Write and remove models. Return the written ones. With `keeps_edits`, edited models are
+        neither written nor removed."""
         before = self._manifest()
         written = []
         self.repository.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,6 @@ class RenderedFolder:
         return written
 
     def differences(self) -> list[Difference]:
-        """The differences between the folder and the cluster file."""
         rendered = self._manifest()
         found = []
         for model, text in sorted(self._models.items()):
@@ -99,7 +99,7 @@ class RenderedFolder:
         return found
 
     def _write_model(self, model: str, text: str) -> None:
-        """Write config.pbtxt last, because Triton loads a folder once it has this file."""
+        """Write config.pbtxt last, because Triton loads a model once its folder has this file."""
         folder = self.repository / model
         (folder / "1").mkdir(parents=True, exist_ok=True)
         partial = self.repository.parent / f".{model}.{CONFIG}"
@@ -107,7 +107,6 @@ class RenderedFolder:
         partial.replace(folder / CONFIG)
 
     def _on_disk(self, model: str) -> str | None:
-        """The config.pbtxt on disk; None if it is missing."""
         try:
             return (self.repository / model / CONFIG).read_text("utf-8", BYTES)
         except OSError:

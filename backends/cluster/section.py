@@ -1,13 +1,13 @@
 """One mapping of the cluster file, read key by key; mistakes are noted with line and path.
 
 cluster_file.py reads the keys of a section and calls `close`, which notes unread keys as unknown. A
-value that cannot be read is noted as a mistake and replaced by its default. One pass over the file
+value that cannot be read is noted as a mistake, and a default replaces it. One pass over the file
 therefore finds all mistakes.
 
 YAML is parsed into a tree whose entries have line numbers. A scalar keeps its text, so `yes`,
 `0700` and `1:30` are not converted. `FileSection` converts the text of a port or a size. Aliases
 and merge keys (`<<`) are supported. Duplicate keys, tags, entries that contain themselves, and more
-than ENTRIES_MAX entries are rejected. For any text, `read_tree` raises only `YamlInvalid`.
+than ENTRIES_MAX entries are rejected.
 
 Not here: which keys exist (deployment.py).
 """
@@ -26,7 +26,7 @@ PORT_MAX = 65_535
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
 CHARACTERS_MAX = 256 * 1024
-ENTRIES_MAX = 20_000  # limit of entries; an aliased entry counts again at each alias
+ENTRIES_MAX = 20_000  # limit of the number of entries; an entry counts again at each of its aliases
 DEPTH_MAX = 20
 NOTHING = ("", "~", "null", "Null", "NULL")  # unquoted scalars that count as an empty entry
 PLAIN_TAGS = ("str", "int", "float", "bool", "null", "timestamp", "merge", "value", "map", "seq")
@@ -45,9 +45,9 @@ class YamlEntry:
     """One value of the file. It has one of `text`, `items` and `keys`; an empty value has none."""
 
     line: int  # line at which the value begins, counted from 1
-    text: str | None = None  # of a scalar
-    items: list[YamlEntry] | None = None  # of a list
-    keys: dict[str, YamlEntry] | None = None  # of a mapping
+    text: str | None = None  # for a scalar
+    items: list[YamlEntry] | None = None  # for a list
+    keys: dict[str, YamlEntry] | None = None  # for a mapping
     key_lines: dict[str, int] = field(default_factory=dict)  # key of the mapping -> its line
 
     @property
@@ -56,7 +56,8 @@ class YamlEntry:
 
 
 def read_tree(text: str) -> tuple[YamlEntry, list[tuple[int, str]]]:
-    """The tree, and (line, problem) of each mistake in it. Raises YamlInvalid without a tree."""
+    """The tree, and (line, problem) of each mistake in it. Raises YamlInvalid, and no other
+    exception, if there is no tree."""
     if len(text) > CHARACTERS_MAX:
         what = f"{len(text)} characters, but the limit is {CHARACTERS_MAX}: check the file's name"
         raise YamlInvalid(1, what)
@@ -69,7 +70,7 @@ def read_tree(text: str) -> tuple[YamlEntry, list[tuple[int, str]]]:
         what = f"character {error.character!r} cannot be in a YAML file: {error.reason}"
         raise YamlInvalid(line, what) from None
     except RecursionError:
-        raise YamlInvalid(1, "is nested too deeply") from None
+        raise YamlInvalid(1, "the file is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
         raise YamlInvalid(1, f"this is no YAML: {error}") from None
     if root is None:
@@ -84,7 +85,7 @@ def _line(error: yaml.MarkedYAMLError) -> int:
 
 
 def _problem(error: yaml.MarkedYAMLError) -> str:
-    """PyYAML's message, or a clearer one for a frequent cause."""
+    """PyYAML's message, or a clearer message for a frequent cause."""
     problem = " ".join(filter(None, (error.context, error.problem)))
     if "'\\t'" in problem or "\\t" in problem:
         return "a tab is used for indentation: indent with spaces"
@@ -159,7 +160,7 @@ class Mistakes:
     found: list[tuple[int, str, str]] = field(default_factory=list)  # line, path, problem
 
     def note(self, line: int, path: str, what: str) -> None:
-        if (line, path, what) not in self.found:  # an alias repeats the mistakes of its entry
+        if (line, path, what) not in self.found:  # an entry with aliases is read several times
             self.found.append((line, path, what))
 
     def lines(self) -> tuple[str, ...]:
@@ -170,7 +171,7 @@ class Mistakes:
 
 
 class FileSection:
-    """A mapping of the file. A missing, empty or invalid section counts as one without keys."""
+    """A mapping of the file. If it is missing, empty or invalid, it has no keys."""
 
     def __init__(
         self, entry: YamlEntry | None, path: str, mistakes: Mistakes, line: int = 1
@@ -180,7 +181,7 @@ class FileSection:
         self.line = entry.line if entry else line
         self._keys = (entry.keys or {}) if entry else {}
         self._key_lines = entry.key_lines if entry else {}
-        self._read: set[str] = set()  # keys that were looked up; the file may lack them
+        self._read: set[str] = set()  # keys that were looked up, present or not
         self.is_there = bool(entry and entry.keys is not None)
         if entry and entry.keys is None and not entry.is_empty:
             mistakes.note(entry.line, path, "must be a mapping of keys to values")
@@ -192,7 +193,7 @@ class FileSection:
         return self._key_lines.get(key, self.line)
 
     def note(self, key: str, what: str) -> None:
-        """Note a mistake at this key; "" stands for the section itself."""
+        """Note a mistake at this key. An empty `key` stands for the section itself."""
         self.mistakes.note(self.line_of(key), self.path_of(key), what)
 
     def has(self, key: str) -> bool:
@@ -206,7 +207,6 @@ class FileSection:
         return FileSection(self.entry(key), self.path_of(key), self.mistakes, self.line_of(key))
 
     def sections(self) -> Iterator[tuple[str, FileSection]]:
-        """Each name of the mapping with its section."""
         for name in self._keys:
             yield name, self.section(name)
 
@@ -214,7 +214,7 @@ class FileSection:
         return list(self._keys)
 
     def others(self, *excluded: str) -> dict[str, str]:
-        """Key -> its single value, for all keys but `excluded`. Keys without a value are absent."""
+        """Key -> its single value, for all keys with a value except `excluded`."""
         return {
             name: text
             for name in self._keys
@@ -223,7 +223,8 @@ class FileSection:
         }
 
     def text(self, key: str) -> str | None:
-        """The value as it is written; None for no value, and (noted) for a list or a mapping."""
+        """The value as it is written. None without a value. A list or a mapping gives None too,
+        and is noted as a mistake."""
         entry = self.entry(key)
         if entry is None or entry.is_empty:
             return None
@@ -297,14 +298,14 @@ class FileSection:
         return found
 
     def close(self) -> None:
-        """Note each unknown key, which is a key that was not looked up."""
+        """Note each key that was not looked up as unknown."""
         for name in self._keys:
             if name not in self._read:
                 self.note(name, f"unknown key{did_you_mean(name, self._read)}")
 
 
 def did_you_mean(word: str, known: set[str]) -> str:
-    """The remedy for an unknown word, to be appended to the problem; "" if `known` is empty."""
+    """A text to append to the problem of an unknown word: a similar known word, or all of them."""
     near = difflib.get_close_matches(word[:100], sorted(known), n=1, cutoff=0.6)
     if near:
         return f"; did you mean {near[0]}?"

@@ -1,6 +1,6 @@
 """The state of all hosts of a deployment, from etcd, the directory and the frontends.
 
-If a part does not answer, its state has the reason. Each query times out after ASK_S_MAX.
+The state of a part that does not answer has the reason. Each query times out after ASK_S_MAX.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from mooncake_store.records.events import Snapshot
 from mooncake_store.records.membership import WorkerInfo
 from mooncake_store.records.status import DirectoryStats, HolderStats
 
-ASK_S_MAX = 2.0
+ASK_S_MAX = 2.0  # seconds
 ASKED_AT_ONCE = 32  # limit of parallel queries
 UP, DOWN, UNKNOWN = "up", "DOWN", "not asked"
 
 
 @dataclass(frozen=True, slots=True)
 class HostStatus:
-    """The parts of a host and their states. An etcd endpoint outside the hosts counts as a host."""
+    """The parts of a host and their states. Each endpoint of an external etcd counts as a host."""
 
     name: str
     address: str
@@ -41,7 +41,6 @@ class HostStatus:
 
     @property
     def down(self) -> list[str]:
-        """A line for each part that is down."""
         return [
             f"{self.name}: {part}: {state}" for part, state in self.parts.items() if DOWN in state
         ]
@@ -50,8 +49,8 @@ class HostStatus:
 @dataclass(frozen=True, slots=True)
 class FleetStatus:
     hosts: Sequence[HostStatus]
-    strangers: Sequence[str]  # a line for each registered worker or node that the file lacks
-    problem: str = ""  # why the directory did not answer; "" if it did
+    strangers: Sequence[str]  # a line for each registered worker or node that is not in the file
+    problem: str = ""  # reason why the directory did not answer; "" if it did
 
     @property
     def is_well(self) -> bool:
@@ -60,14 +59,14 @@ class FleetStatus:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The answers of etcd and the directory. Fields keep their defaults without an answer."""
+    """The answers of etcd and the directory. Without an answer, fields keep their defaults."""
 
     leader: str = ""  # address of the leading directory
-    # Addresses of the directories that wait for an election; None: etcd does not answer.
+    # Addresses of the candidates that do not lead; None if etcd did not answer.
     waiting: Collection[str] | None = None
     snapshot: Snapshot | None = None
     stats: DirectoryStats | None = None
-    problem: str = ""  # why etcd or the directory did not answer; "" if both did
+    problem: str = ""  # reason why etcd or the directory did not answer; "" if both did
 
 
 def fleet_status(deployment: Deployment, directory: str) -> FleetStatus:
@@ -124,14 +123,14 @@ def _answers(url: str) -> str:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Ignores http_proxy, and presents this host's certificate, which etcd members require."""
+    """An opener that ignores http_proxy. It presents the certificate that etcd members require."""
     contexts = contexts_of_process()
     tls = urllib.request.HTTPSHandler(context=contexts.client if contexts is not None else None)
     return direct_opener(tls)
 
 
 def _unreached(ready_url: str) -> dict[str, str]:
-    """Worker -> reason, for the workers that this frontend cannot call."""
+    """Worker -> reason, for the workers that the frontend with this `ready_url` cannot call."""
     url = ready_url.removesuffix("ready") + "generate"
     asked = json.dumps({"stream": False, "describe": True}).encode()
     try:
@@ -139,7 +138,7 @@ def _unreached(ready_url: str) -> dict[str, str]:
             described = json.loads(json.load(answer)["text_output"])
             return dict(described["unreached_workers"])
     except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
-        return {}  # the frontend's own state reports the failure
+        return {}  # the state of the frontend shows the failure
 
 
 def _host(
@@ -181,7 +180,7 @@ def _node(holder: HolderStats | None) -> str:
 
 
 def _worker(snapshot: Snapshot, model: str) -> str:
-    """The state of the model's newest incarnation."""
+    """The state of the newest incarnation of the worker."""
     found: list[WorkerInfo] = [each for each in snapshot.workers if each.worker_id == model]
     if not found:
         return DOWN
@@ -194,7 +193,7 @@ def _worker(snapshot: Snapshot, model: str) -> str:
 
 
 def _strangers(deployment: Deployment, known: _Known) -> list[str]:
-    """A line for each registered worker or node that the file lacks, as on elastic hosts."""
+    """A line for each registered worker or node that is not in the file, as on elastic hosts."""
     if known.snapshot is None:
         return []
     models = {worker.model for worker in deployment.workers}

@@ -1,8 +1,8 @@
 """A Compose file with one service for each host of a deployment, all on one machine.
 
 Each host is a container with its own network stack and its own /dev/shm, so hosts share no memory.
-All containers join one network. A host with an IP address gets this address there. A host with a
-DNS name gets the name as an alias.
+All containers join one network. In this network, a host with an IP address has this address, and a
+host with a DNS name has the name as an alias.
 
 The files of keys, checkpoint and engine options are mounted at the paths in the cluster file. Only
 the owner of keys can read them, so a container runs as the owner of its host's keys.
@@ -27,15 +27,15 @@ from backends.cluster.deployment import (
 from backends.cluster.host_plan import HostPlan, host_and_port, host_plan
 from backends.cluster.manifests.pods import FOLDER, IMAGE, SHM_EXTRA_BYTES, USER
 
-STOP_S = 30  # seconds until Docker kills a container that it stops
+STOP_S = 30  # seconds after which Docker kills a container that does not stop
 PREFIX_BITS_MIN = 8  # the largest private network is 10.0.0.0/8
 BACK = "../.."  # from compose.yaml to the folder of the cluster file
 
 
 def compose(deployment: Deployment, owners: Mapping[str, int] | None = None) -> str:
-    """The text of compose.yaml, for a folder two levels below the cluster file. `owners` maps a
-    host to the user id that owns its keys. Raises ClusterFileInvalid for unfit paths or addresses.
-    """
+    """The text of compose.yaml, for a folder two levels below that of the cluster file. `owners`
+    maps a host to the user id that owns its keys. Raises ClusterFileInvalid for paths or addresses
+    that containers cannot use."""
     file = deployment.file_name
     services = {
         name: _service(deployment, host_plan(deployment, name), number, (owners or {}).get(name))
@@ -58,7 +58,7 @@ def _mount(path: str) -> str:
 
 
 def _read(deployment: Deployment) -> list[str]:
-    """Paths that workers and frontends read, as the cluster file writes them."""
+    """Paths of the files that workers and frontends read, as in the cluster file."""
     raw = [pool.parameters for pool in deployment.pools]
     raw += [worker.parameters for worker in deployment.workers]
     options = [text for each in raw if (text := each.get("llm_options", ""))[:1] not in ("", "{")]
@@ -99,7 +99,7 @@ def _service(
         },
     }
     if plan.frontend is not None and not is_loopback(deployment.frontends.address):
-        # The first host publishes the file's ports, each further host HOST_PORT_STEP higher ones.
+        # Published ports are those of the file, plus HOST_PORT_STEP for each host before this one.
         ports = (deployment.frontends.http_port, deployment.frontends.grpc_port)
         service["ports"] = [f"127.0.0.1:{port + HOST_PORT_STEP * number}:{port}" for port in ports]
     return service
@@ -113,7 +113,7 @@ def _ask(plan: HostPlan) -> str:
 
 
 def _network(deployment: Deployment) -> dict[str, Any]:
-    """The smallest network of /24 or larger with all IP addresses, and a free address in it as its
+    """The smallest network of /24 or larger with all IP addresses, and a free address of it as the
     gateway. {} if all hosts have DNS names."""
     addresses = [
         IPv4Address(each.address) for each in deployment.hosts.values() if is_ip(each.address)

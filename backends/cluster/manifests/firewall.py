@@ -1,16 +1,16 @@
-"""The nftables rules of a host: the TCP ports that others connect to, and the sources of each.
+"""The nftables rules of a host: its open TCP ports, and the sources that may connect to each.
 
     nft -f rendered/a/firewall.nft          # loads the rules, and replaces earlier ones
     nft delete table inet mooncake_NAME     # removes the rules
 
 Elastic hosts are not in the cluster file. The operator adds the address of an elastic host to a set
-on every other host. A later load of the rules keeps the set:
+on every other host. Loading the rules again keeps this set:
 
     nft add element inet mooncake_NAME elastic '{ 10.77.0.9 }'
 
-The chain's policy stays accept, so that a wrong file cannot lock an administrator out. The last
-rule drops packets with which other sources open a connection to the deployment's ports. All other
-packets pass, because ports of FREE_PORTS also receive answers to connections of this host.
+The policy of the chain stays accept, so that a wrong file cannot lock out an administrator. The
+last rule drops only packets with which other sources open a connection to the deployment's ports.
+It must not drop other packets to FREE_PORTS, because these may answer connections of this host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CLIENTS = "clients"  # any source
 FLEET = "fleet"  # all hosts
 FRONTENDS = "frontends"  # hosts with a frontend
 MEMBERS = "members"  # hosts with an etcd member
-MONITORS = "monitors"  # metrics scrapers; the operator adds a rule with their addresses
+MONITORS = "monitors"  # metrics scrapers, for which the operator must add a rule
 # Range of the ports that the cluster file does not set: message sockets of processes, and NIXL's
 # listeners. It is Linux's default range of ephemeral ports (ip_local_port_range).
 FREE_PORTS = (32_768, 60_999)
@@ -38,9 +38,9 @@ class Door:
     """One TCP port of a host, or a range of them."""
 
     port: int
-    what: str  # name of the listener, shown as the rule's comment
+    what: str  # name of the listener, which becomes the comment of the rule
     who: str  # CLIENTS, FLEET, FRONTENDS, MEMBERS or MONITORS
-    last_port: int = 0  # last port of a range; 0: a single port
+    last_port: int = 0  # last port of a range; 0 for a single port
 
     @property
     def ports(self) -> str:
@@ -55,8 +55,8 @@ def doors(plan: HostPlan) -> list[Door]:
 
 
 def _listeners(plan: HostPlan) -> Iterator[tuple[str, str, str]]:
-    """(address, name of the listener, sources) of each listener that other hosts connect to. A
-    loopback listener needs no rule."""
+    """(address, name of the listener, sources) of each listener to which other hosts connect.
+    Frontend and metrics page may listen on loopback, and then need no rule."""
     if plan.etcd is not None:
         yield plan.etcd.listen_client_url, "etcd: leader election, pinned blocks, quotas", FLEET
         yield plan.etcd.listen_peer_url, "etcd: between members", MEMBERS
@@ -100,7 +100,7 @@ def firewall(deployment: Deployment, plan: HostPlan) -> str:
         "    iif lo accept",
         "    ct state established,related accept",
         *(f"    {line}" for line in _openings(deployment, open_to)),
-        f'    tcp dport {{ {closed} }} tcp flags & (syn | ack) == syn drop comment "nobody else"',
+        f'    tcp dport {{ {closed} }} tcp flags & (syn | ack) == syn drop comment "other sources"',
         "  }",
         "}",
     ]
@@ -121,7 +121,7 @@ def _openings(deployment: Deployment, open_to: Sequence[Door]) -> Iterator[str]:
             yield f"tcp dport {door.ports} accept {comment}"
             continue
         if door.who == MONITORS:
-            yield f"# tcp dport {door.ports}: add who may read the {door.what}"
+            yield f"# tcp dport {door.ports}: add the sources that may read the {door.what}"
             continue
         addresses = [deployment.hosts[name].address for name in groups[door.who]]
         sources = ", ".join(dict.fromkeys(addresses))

@@ -1,9 +1,9 @@
 """A Kustomize base for a deployment whose hosts are pods.
 
 A host of the cluster file is a pod of a StatefulSet. The host is named NAME-NUMBER, and its address
-NAME-NUMBER.NAME comes from the headless Service NAME. An elastic pool is a Deployment; each of its
-pods is a host that is not in the file. All pods read the same cluster file from a ConfigMap. The
-name of the ConfigMap changes with its content, so an edit causes a rolling update.
+NAME-NUMBER.NAME comes from the headless Service NAME. An elastic pool is a Deployment, whose pods
+are hosts that are not in the file. All pods read the same cluster file from a ConfigMap. The name
+of the ConfigMap changes with its content, so an edit causes a rolling update. The base has
 
     hosts NAME-0, NAME-1 ...  StatefulSet, headless Service, PodDisruptionBudget
     hosts with frontends      a Service for clients
@@ -11,7 +11,7 @@ name of the ConfigMap changes with its content, so an edit causes a rolling upda
     ports                     NetworkPolicies
 
 The Secrets with the keys from `mooncake keys` are not part of the base. Monitoring and autoscaling
-are a Kustomize component of their own.
+are a separate Kustomize component.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ STATE_BYTES = 8 << 30  # volume size for logs and etcd's data, in addition to th
 LIVE, WAITING = "mooncake_requests_live", "mooncake_requests_waiting"  # docs/metrics.md
 INSTANCE = "app.kubernetes.io/instance"
 SERIES_LABEL = "app_kubernetes_io_instance"  # the same label in Prometheus
-LIVE_PER_WORKER = 16  # autoscaling target: the deployment's live requests per worker of a pool
-WAITING_PER_WORKER = 4  # autoscaling target: requests that wait at a worker of the pool
+LIVE_PER_WORKER = 16  # autoscaling target: live requests of the deployment / workers of the pool
+WAITING_PER_WORKER = 4  # autoscaling target: requests waiting at workers of the pool / workers
 CALM_S = 300  # seconds of low load before a pool shrinks, because each removal moves requests
 
 
 def kustomize_base(
     deployment: Deployment, text: str, gateway: PodGateway = NO_GATEWAY
 ) -> dict[str, str]:
-    """Name -> text of each file of the base; `text` is the text of the cluster file. Raises
-    ClusterFileInvalid if the hosts cannot be pods or the options of the gateway are unfit."""
+    """Name -> text of each file of the base. `text`: the text of the cluster file. Raises
+    ClusterFileInvalid if the hosts cannot be pods, or if the gateway's options do not fit."""
     _check_gateway(deployment, gateway)
     groups = _groups(deployment)
     files = {"cluster.yaml": text}
@@ -131,7 +131,8 @@ def _groups(deployment: Deployment) -> dict[str, list[HostPlan]]:
 
 
 def _unlike(plans: list[HostPlan]) -> list[str]:
-    """[], or the problem that hosts run different parts: a StatefulSet has one pod template."""
+    """The problem that hosts run different parts, although a StatefulSet has one pod template. []
+    if they run equal parts."""
 
     def shape(plan: HostPlan) -> tuple[object, ...]:
         nodes = [(node.dram_bytes, node.ssd_bytes) for node in plan.storage_nodes]
@@ -161,7 +162,7 @@ def _group(
     spec: Document = {
         "serviceName": name,
         "replicas": len(plans),
-        # Start all pods at once, because etcd members and directories need each other.
+        # Kubernetes starts all pods at once, because etcd members and directories need each other.
         "podManagementPolicy": "Parallel",
         "selector": {"matchLabels": selector(deployment, name)},
         "template": template,
@@ -207,7 +208,7 @@ def _clients(deployment: Deployment, group: str, gateway: PodGateway) -> Documen
 
 
 def _client_ports(deployment: Deployment, gateway: PodGateway) -> dict[str, int]:
-    """Name -> port for clients, without Triton's ports if clients must not reach these."""
+    """Name -> port for clients. Triton's ports are left out if clients must not reach them."""
     ports = {}
     if gateway.opens_triton:
         ports = {HTTP: deployment.frontends.http_port, GRPC: deployment.frontends.grpc_port}
@@ -240,10 +241,11 @@ def _budget(deployment: Deployment, name: str) -> Document:
 def _network_policies(
     deployment: Deployment, groups: dict[str, list[HostPlan]], gateway: PodGateway
 ) -> list[Document]:
-    """Pods of the deployment may call each other, clients the frontends, monitors the metrics."""
+    """Policies by which pods of the deployment may call each other, clients may call frontends, and
+    monitors may read metrics."""
     ours = labels(deployment)
     from_monitors = {
-        # The operator gives Prometheus' namespace this label. Probes of the kubelet need no rule.
+        # The operator gives this label to Prometheus' namespace. The kubelet's probes need no rule.
         "from": [{"namespaceSelector": {"matchLabels": {"mooncake/monitors": "true"}}}],
         "ports": [{"protocol": "TCP", "port": deployment.frontends.metrics_port}],
     }
@@ -268,8 +270,8 @@ def secrets(deployment: Deployment, folder: Path) -> str:
     """The manifest of the Secrets with the keys in `folder`, one for each StatefulSet or pool.
 
     A pod mounts only the Secret of its group, so a compromised pod has no keys of other groups. The
-    pods of an elastic pool share the keys that `folder` has for the pool's name. Raises
-    ClusterFileInvalid if a host or pool has no keys.
+    pods of an elastic pool share the keys of the pool. Raises ClusterFileInvalid if a host or pool
+    has no keys.
     """
     groups: dict[str, dict[str, Path]] = {}
     for host in deployment.hosts:
@@ -293,7 +295,7 @@ def secrets(deployment: Deployment, folder: Path) -> str:
 
 
 def api_keys_secret(deployment: Deployment, raw: bytes) -> str:
-    """The manifest of the API keys' Secret; the operator applies it again after an edit of keys."""
+    """The manifest of the Secret with the API keys."""
     return _secret(deployment, API_KEYS, {API_KEYS_FILE: raw})
 
 
@@ -319,9 +321,9 @@ def monitoring_component(deployment: Deployment) -> dict[str, str]:
     """Name -> text of each file of the Kustomize component for monitoring and autoscaling.
 
     The component needs Prometheus Operator (ServiceMonitor) and an adapter that serves Prometheus
-    metrics as Kubernetes metrics. Two metrics demand a size of each pool, and the larger size
-    applies. The first is the conductor's number of live requests, which grows before requests wait.
-    The second is the number of requests that wait at the pool's workers.
+    metrics as Kubernetes metrics. The size of a pool is the larger one of two. One follows the
+    number of live requests of the conductor, which grows before requests wait. The other one
+    follows the number of requests that wait at the pool's workers.
     """
     elastic = deployment.elastic_pools
     files = {"service-monitor.yaml": documents_text(_monitor(deployment))}
@@ -345,7 +347,7 @@ def monitoring_component(deployment: Deployment) -> dict[str, str]:
 
 
 def _monitor(deployment: Deployment) -> list[Document]:
-    """A Service of all pods, and a ServiceMonitor for Prometheus to read their metrics pages."""
+    """A Service of all pods, and the ServiceMonitor by which Prometheus reads their metrics."""
     name = "metrics"
     chosen = selector(deployment, name)
     service = {

@@ -1,8 +1,8 @@
 """The pod template: one host of a deployment in a container.
 
 The folder of the cluster file is writable inside the pod, because models are rendered there. The
-file itself comes from a ConfigMap, and the state folder is a volume. An init container copies the
-host's keys from a Secret, because a mounted Secret is readable by a group and keys must not be.
+file comes from a ConfigMap, and the state folder is a volume. A group can read a mounted Secret,
+and a group must not read keys. An init container therefore copies the host's keys from the Secret.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from backends.cluster.host_plan import HostPlan, gpus_of
 
 IMAGE = "mooncake"  # a Kustomize overlay replaces this name by the real image (`images:`)
 FOLDER = "/var/lib/mooncake"  # folder of the cluster file in every container
-STATE_FOLDER = ".mooncake"  # in FOLDER: the volume with the state of a host
+STATE_FOLDER = ".mooncake"  # folder in FOLDER where the volume with a host's state is mounted
 HTTP, GRPC, METRICS, OPENAI = "http", "grpc", "metrics", "openai"  # names of ports
 GPU = "nvidia.com/gpu"  # resource name of NVIDIA's device plugin
 USER = 1_000  # user id of the image
 BASE_MEMORY_BYTES = 2 << 30  # memory without /dev/shm; a host that serves the demo uses 1 GiB
-SHM_EXTRA_BYTES = 1 << 30  # for Tritons in /dev/shm, in addition to the memory segments
-STOP_S = 60  # limit of the stop after a drain, in s
-DRAIN_S_MAX = 240  # limit of the drain before a storage node stops, in s
+SHM_EXTRA_BYTES = 1 << 30  # room for Tritons in /dev/shm, in addition to the memory segments
+STOP_S = 60  # limit in seconds for the stop of a pod, after the drain
+DRAIN_S_MAX = 240  # limit in seconds for the drain of a pod with a storage node
 
 # The Secret of the API keys is mounted as a folder, so that an edit reaches a running pod after a
 # minute or two. A file that is mounted alone (subPath) never changes in a running pod.
@@ -38,9 +38,9 @@ Document = dict[str, Any]
 class PodGateway:
     """The gateway (OpenAI's interface) of pods with a frontend."""
 
-    openai_port: int = 0  # 0: no gateway
+    openai_port: int = 0  # 0 without a gateway
     has_api_keys: bool = False
-    serves_keyless: bool = True  # Triton's own ports serve requests without an API key (`keyless`)
+    serves_keyless: bool = True  # True if Triton's own ports serve requests without an API key
 
     @property
     def opens_triton(self) -> bool:
@@ -61,7 +61,6 @@ NO_GATEWAY = PodGateway()
 
 
 def documents_text(documents: list[Document]) -> str:
-    """The text of one YAML file."""
     head = (
         "# Rendered by `mooncake cluster render kubernetes`; change cluster.yaml or an overlay.\n"
     )
@@ -86,7 +85,7 @@ def resource(
 
 
 def metrics_port(deployment: Deployment) -> list[Document]:
-    """The ports of a headless Service: only the metrics port."""
+    """The only port of a headless Service, which is the metrics port."""
     port = deployment.frontends.metrics_port
     return [{"name": METRICS, "port": port, "targetPort": METRICS}]
 
@@ -167,9 +166,9 @@ def _container(
         "args": ["mooncake", "serve", "--cluster", f"{FOLDER}/{file}", *arguments],
         "env": _environment(),
         "ports": _ports(deployment, plan, gateway),
-        # /ready returns 200 once every model of the host serves. A launcher restarts its own child
-        # processes. Kubernetes restarts a container only if it is not ready 10 minutes after its
-        # start, or if its launcher does not answer /live for a minute.
+        # /ready returns 200 while every model of the host serves. The launcher restarts its own
+        # child processes. Kubernetes restarts a container only if it is not ready 10 minutes after
+        # its start, or if the launcher does not answer /live for a minute.
         "startupProbe": _probe("/ready", period_s=5, failures=120),
         "readinessProbe": _probe("/ready", period_s=5, failures=2),
         "livenessProbe": _probe("/live", period_s=10, failures=6),
@@ -178,7 +177,7 @@ def _container(
         "volumeMounts": mounts,
     }
     if plan.storage_nodes:
-        # The drain copies blocks to other hosts before a rolling update stops this one.
+        # The drain copies blocks to other hosts before Kubernetes stops this pod.
         drain = f'exec mooncake cluster drain "$POD_NAME" --cluster {FOLDER}/{file} --deadline-s '
         command = ["sh", "-c", drain + str(DRAIN_S_MAX - 10)]
         container["lifecycle"] = {"preStop": {"exec": {"command": command}}}
@@ -186,8 +185,8 @@ def _container(
 
 
 def _resources(plan: HostPlan) -> Document:
-    """The resources of a pod. The memory includes /dev/shm, but neither a `segment_path` elsewhere
-    nor the staging memory of engines on GPUs. A Kustomize overlay adds both."""
+    """The resources of a pod. The memory includes /dev/shm. A Kustomize overlay must add segments
+    outside of /dev/shm (`segment_path`) and the staging memory of engines on GPUs."""
     threads = sum(int(worker.parameters.get("threads", 1)) for worker in plan.workers)
     limits = {"memory": str(BASE_MEMORY_BYTES + plan.shm_bytes + SHM_EXTRA_BYTES)}
     used = gpus_of({worker.model: worker.parameters for worker in plan.workers}).values()

@@ -1,9 +1,9 @@
 """The systemd unit of a host.
 
-`mooncake serve` restarts its own child processes, so systemd restarts only the launcher. At a stop,
-systemd sends SIGTERM only to the launcher (KillMode=mixed), which ends its processes in order. The
-unit does not drain the host, because a reboot should not wait for a drain. The operator drains a
-host with `mooncake cluster drain`.
+`mooncake serve` (the launcher) restarts its child processes, and systemd restarts the launcher. At
+a stop, systemd sends SIGTERM only to the launcher (KillMode=mixed), which ends its processes in
+order. The unit does not drain the host, because a reboot should not wait for a drain. The operator
+drains a host with `mooncake cluster drain`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ FILES_MAX = 65_536
 
 
 def unit_name(deployment: Deployment, host: str) -> str:
-    """The name of a unit. It ends with the name of the host, except for a machine's first host."""
+    """The name of the unit. It contains the host's name, unless the host is the first one of its
+    machine."""
     further = f"-{host}" if deployment.port_step(host) else ""
     return f"mooncake-{deployment.name}{further}.service"
 
 
 def unit(deployment: Deployment, plan: HostPlan, program: str, folder: str, user: str) -> str:
-    """The text of the unit. `program` is the path of `mooncake` on the host. `folder` contains the
-    cluster file and the model repository to render from. The unit runs as `user`."""
+    """The text of the unit. `program`: path of `mooncake` on the host. `folder`: folder of the
+    cluster file and of the model repository to render from. `user`: user of the service."""
     cluster_file = deployment.file_name
     return f"""\
 # Rendered from {cluster_file} for host {plan.host} by `mooncake cluster render systemd`.
