@@ -113,7 +113,7 @@ def repository_findings(
 
 
 def worker_files(texts: Mapping[str, str]) -> list[ModelFile]:
-    """The readable files of workers. `repository_findings` reports the unreadable files."""
+    """The readable config.pbtxt files of workers. `repository_findings` reports the others."""
     found = []
     for model, text in texts.items():
         with contextlib.suppress(ConfigError):
@@ -122,7 +122,7 @@ def worker_files(texts: Mapping[str, str]) -> list[ModelFile]:
 
 
 def start_findings(ports: dict[str, int], shm_bytes: int) -> Iterator[Finding]:
-    """Why `mooncake serve` could not start now, by the launcher's checks of host and ports."""
+    """A finding for each problem that would prevent a start of `mooncake serve`."""
     try:
         triton = environment.find_triton()
     except environment.EnvironmentProblem:
@@ -130,10 +130,10 @@ def start_findings(ports: dict[str, int], shm_bytes: int) -> Iterator[Finding]:
     addresses = {name: ("127.0.0.1", port) for name, port in ports.items()}
     found = list(environment.problems(triton, addresses, shm_bytes, THREADS_WANTED))
     for problem in found:
-        yield broken("start", problem, "then `mooncake serve` starts")
+        yield broken("start", problem, "after that, `mooncake serve` can start")
     if not found:
         free = ", ".join(map(str, ports.values()))
-        yield Finding("start", f"nothing prevents it; ports {free} are free")
+        yield Finding("start", f"nothing prevents it; the ports {free} are free")
 
 
 def system_findings(running: RunningSettings | None, metrics_url: str) -> Iterator[Finding]:
@@ -149,7 +149,7 @@ def system_findings(running: RunningSettings | None, metrics_url: str) -> Iterat
     except (OSError, ValueError, KeyError, TypeError, HTTPException) as error:
         yield broken(
             "running system",
-            f"{metrics_url} does not answer: {error}",
+            f"{metrics_url} gives no valid answer: {error}",
             "see the terminal of `mooncake serve`",
         )
         return

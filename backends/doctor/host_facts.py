@@ -1,4 +1,4 @@
-"""Facts about this host that serving depends on. Reading the facts does not import torch or NIXL.
+"""Facts about this host that matter for serving. Reading them imports neither torch nor NIXL.
 
 Not here: findings (judgement.py), the checks before a start (backends/launcher/environment.py).
 """
@@ -26,7 +26,7 @@ from mooncake_store.process.available_memory import memory_available_bytes
 from mooncake_store.transports.nixl_agent import has_rdma
 
 DISTRIBUTION = "mooncake-triton"
-# The packages that `mooncake doctor` lists. Other requirements are small, or come with these.
+# The packages that `mooncake doctor` lists. Other required packages are small or come with these.
 SHOWN = (
     "torch",
     "numpy",
@@ -37,9 +37,9 @@ SHOWN = (
     "pyzmq",
     "grpcio",
 )
-INSTEAD = "nixl-cu12"  # an alternative to nixl-cu13: listed only if it is installed
-TIME_ERROR = 5  # state that adjtimex(2) returns if the clock is not synchronised
-TIMEX_BYTES = 512  # more than the size of struct timex
+INSTEAD = "nixl-cu12"  # an alternative to nixl-cu13; it is listed only if it is installed
+TIME_ERROR = 5  # adjtimex(2) returns this if the clock is not synchronised
+TIMEX_BYTES = 512  # size of the buffer for a struct timex, which is smaller
 TORCH_CUDA = re.compile(r"^cuda\b[^=\n]*=\s*'([^']+)'", re.MULTILINE)
 
 
@@ -56,28 +56,28 @@ class HostFacts:
     python: tuple[int, ...]
     packages: tuple[PackageFacts, ...] = ()
     triton: str = ""  # path of tritonserver; "": not found
-    triton_problem: str = ""
+    triton_problem: str = ""  # why tritonserver was not found; "": it was found
     torch: str = ""  # version; "": not installed
     torch_cuda: str = ""  # CUDA version of the build; "": a build for CPUs
     gpus: int = 0  # number of NVIDIA GPUs
     devices: Mapping[str, str] = field(default_factory=dict)  # worker with engine torch -> device
     shm_bytes: int = 0  # size of /dev/shm
     shm_free_bytes: int = 0
-    shm_needed_bytes: int = 0  # by the next start; 0 while a system runs
+    shm_needed_bytes: int = 0  # room in /dev/shm that the next start needs; 0 while a system runs
     shm_huge: str = ""  # mount option `huge` of /dev/shm: always, within_size, advise; "": never
     numa_nodes: int = 1  # NUMA nodes with memory
     memory_free_bytes: int = 0  # available memory; 0: unknown
     files_max: int = 0  # soft limit of open files; sys.maxsize: no limit
     locked_bytes_max: int = 0  # soft limit of locked memory; sys.maxsize: no limit
     has_rdma: bool = False
-    cores: int = 1  # that this process may use
+    cores: int = 1  # CPU cores that this process may use
     threads: int = 0  # CPU threads of the engines of all workers
     is_clock_synchronised: bool | None = None  # None: unknown
     native_problem: str = ""  # why native code is not compiled; "": it is compiled
 
 
 def read_host(devices: Mapping[str, str], threads: int, shm_needed_bytes: int) -> HostFacts:
-    """Read all facts. The meaning of the arguments is that of the fields of HostFacts."""
+    """Read all facts. The arguments are the fields of the same names in HostFacts."""
     shm = os.statvfs("/dev/shm")
     triton, problem = "", ""
     try:
@@ -132,7 +132,7 @@ def _version(name: str) -> str:
 
 
 def torch_build() -> tuple[str, str]:
-    """(version, CUDA version) of torch; "" for none. Importing torch would take seconds."""
+    """(version, CUDA version) of torch, each "" for none. Does not import torch, which is slow."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return "", ""
@@ -150,7 +150,7 @@ def gpus() -> int:
 
 
 def shm_huge(mounts: Path = Path("/proc/mounts")) -> str:
-    """The mount option `huge` of /dev/shm; "" for `never` and without the option."""
+    """The mount option `huge` of /dev/shm; "" if it is `never` or missing."""
     found = ""
     with contextlib.suppress(OSError):
         for line in mounts.read_text("utf-8", "replace").splitlines():

@@ -17,10 +17,10 @@ from backends.doctor.transfer_probe import ProbedWay
 OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "BROKEN"
 PYTHON_MIN, PYTHON_END = (3, 10), (3, 14)  # first supported, first unsupported version
 PAGE_BYTES = 4096  # size of a memory page that is not a huge page
-FILES_WANTED, FILES_MIN = 4096, 256  # open files; each client, worker and node uses a few
-RATE_WANTED = 200e6  # bytes/s read from another node; below it, computing KV may be faster
-NIXL_OVER_TCP_MIN = 1.2  # lowest normal rate of NIXL / rate of TCP on one host; measured: 1.2 to 4
-SKEW_S_MAX = 2.0  # tolerated clock difference, measured with HTTP dates of whole seconds
+FILES_WANTED, FILES_MIN = 4096, 256  # recommended and least limit of open files
+RATE_WANTED = 200e6  # bytes/s; below this read rate, computing KV may be faster than reading it
+NIXL_OVER_TCP_MIN = 1.2  # least normal rate of NIXL / rate of TCP on one host; measured: 1.2 to 4
+SKEW_S_MAX = 2.0  # tolerated clock difference; HTTP dates, which show it, have whole seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,14 @@ def version_findings(facts: HostFacts) -> Iterator[Finding]:
             yield note(
                 package.name,
                 "is not installed",
-                f"an extra; only who needs it installs it ({package.requirement})",
+                f"optional; if you need it: pip install '{package.requirement}'",
             )
         elif not package.version:
             yield broken(package.name, "is not installed", f"pip install '{package.requirement}'")
         elif wrong:
             yield broken(
                 package.name,
-                f"{package.version}, which is not {wrong}",
+                f"{package.version} is installed, but {wrong} is required",
                 f"pip install '{package.name}{wrong}'",
             )
         else:
@@ -105,43 +105,43 @@ def torch_findings(facts: HostFacts) -> Iterator[Finding]:
         yield warning(
             "torch build",
             f"torch {facts.torch} is built for CUDA {facts.torch_cuda}, "
-            "and this host has no GPU: gigabytes on disk that nothing uses",
-            "install torch's build for CPUs, in an environment of its own so that its NVIDIA "
-            "packages are not left behind",
+            "but this host has no GPU, so gigabytes of CUDA libraries are unused",
+            "install torch's build for CPUs in a new environment, because the NVIDIA packages stay "
+            "in the old one",
         )
     elif facts.gpus and not facts.torch_cuda:
         yield warning(
             "torch build",
-            f"{facts.gpus} GPU(s) here, and torch {facts.torch} is built "
-            "for CPUs: no worker can use them",
+            f"this host has {facts.gpus} GPU(s), but torch {facts.torch} is built "
+            "for CPUs, so no worker can use them",
             "install torch's build for CUDA",
         )
     else:
         kind = f"CUDA {facts.torch_cuda}" if facts.torch_cuda else "CPUs"
-        yield Finding("torch build", f"for {kind}, {facts.gpus} GPU(s) here")
+        yield Finding("torch build", f"for {kind}; this host has {facts.gpus} GPU(s)")
     for model, device in facts.devices.items():
         if device.startswith("cuda") and not (facts.gpus and facts.torch_cuda):
             yield broken(
                 "device",
-                f"{model} computes on {device}, which is not here",
+                f"{model} is set to compute on {device}, which torch cannot use here",
                 f"mooncake config set {model}.device=cpu",
             )
 
 
 def native_findings(facts: HostFacts) -> Iterator[Finding]:
-    """Whether the native code is compiled. Otherwise Python computes the same results, slower."""
+    """Whether native.c is compiled, which computes the same results as Python, but faster."""
     if not facts.native_problem:
         yield Finding("compiled code", "made for this CPU")
         return
     yield warning(
         "compiled code",
-        f"{facts.native_problem}; Python does its work, with the same results and slower",
+        f"{facts.native_problem}; Python computes the same results, but more slowly",
         "install a C compiler (Debian: apt install gcc libc6-dev), or point CC at one",
     )
 
 
 def shm_findings(facts: HostFacts) -> Iterator[Finding]:
-    """/dev/shm, its pages, and free memory. command.py checks whether the next start fits."""
+    """Findings about /dev/shm and memory. command.py checks the room for the next start."""
     size, free = facts.shm_bytes / 2**20, facts.shm_free_bytes / 2**20
     said = f"{size:.0f} MiB, {free:.0f} MiB free"
     if facts.shm_bytes and facts.shm_bytes < 2**30:
@@ -157,30 +157,30 @@ def shm_findings(facts: HostFacts) -> Iterator[Finding]:
     if facts.memory_free_bytes and facts.shm_needed_bytes > facts.memory_free_bytes:
         yield warning(
             "memory",
-            f"{facts.memory_free_bytes / 2**20:.0f} MiB are available, and "
-            f"storage nodes take {facts.shm_needed_bytes / 2**20:.0f} MiB of it",
-            "lower --store-bytes, or end what uses it",
+            f"{facts.memory_free_bytes / 2**20:.0f} MiB are available, but "
+            f"the next start needs {facts.shm_needed_bytes / 2**20:.0f} MiB",
+            "lower --store-bytes, or end processes that use memory",
         )
 
 
 def page_findings(facts: HostFacts) -> Iterator[Finding]:
-    """Huge pages and NUMA. GPUs and network cards lock each page of the storage nodes' memory."""
+    """GPUs and RDMA cards lock the storage nodes' memory page by page. Huge pages save time."""
     if facts.shm_huge:
         yield Finding("huge pages", f"/dev/shm has them (huge={facts.shm_huge})")
     elif facts.gpus or facts.has_rdma:
         pages = facts.shm_needed_bytes // PAGE_BYTES
         yield note(
             "huge pages",
-            f"/dev/shm has none: {pages} pages of the storage nodes are locked one by one",
+            f"/dev/shm has none, so {pages} pages of the storage nodes are locked one by one",
             "mount -o remount,huge=advise /dev/shm, before storage nodes start",
         )
     else:
-        yield Finding("huge pages", "none in /dev/shm, and no card here locks pages")
+        yield Finding("huge pages", "none in /dev/shm, but no GPU or RDMA card here needs them")
     if facts.numa_nodes > 1:
         yield note(
             "NUMA",
-            f"{facts.numa_nodes} nodes: a GPU or card reads memory of the other slower",
-            "a storage node per NUMA node, each with --segment-numa and workers on GPUs beside it",
+            f"{facts.numa_nodes} nodes; a device reads the memory of another node more slowly",
+            "use one storage node per NUMA node, with --segment-numa and workers on its GPUs",
         )
 
 
@@ -194,7 +194,7 @@ def limit_findings(facts: HostFacts) -> Iterator[Finding]:
     elif facts.files_max < FILES_WANTED:
         yield note(
             "open files",
-            f"at most {facts.files_max}: some hundred clients",
+            f"at most {facts.files_max}, enough for some hundred clients",
             f"ulimit -n {FILES_WANTED} (systemd: LimitNOFILE=) for more",
         )
     else:
@@ -202,16 +202,16 @@ def limit_findings(facts: HostFacts) -> Iterator[Finding]:
     if facts.has_rdma and facts.locked_bytes_max < facts.shm_needed_bytes:
         yield broken(
             "locked memory",
-            f"at most {facts.locked_bytes_max} bytes, and RDMA locks the "
-            f"{facts.shm_needed_bytes} of the storage nodes",
+            f"at most {facts.locked_bytes_max} bytes, but RDMA locks the "
+            f"{facts.shm_needed_bytes} bytes of the storage nodes",
             "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)",
         )
     if facts.threads > facts.cores:
         yield note(
             "cores",
             f"workers compute with {facts.threads} threads on "
-            f"{facts.cores} core(s): they slow each other down",
-            "fewer workers, or a lower `threads` of each",
+            f"{facts.cores} core(s), so they slow each other down",
+            "use fewer workers, or lower their parameter `threads`",
         )
     else:
         yield Finding("cores", f"{facts.cores}, workers compute with {facts.threads} threads")
@@ -221,8 +221,8 @@ def clock_findings(facts: HostFacts) -> Iterator[Finding]:
     if facts.is_clock_synchronised is False:
         yield note(
             "clock",
-            "the kernel reports it as not synchronised",
-            "run chrony or ntpd where several hosts serve: certificates and logs need equal clocks",
+            "the kernel reports that the clock is not synchronised",
+            "if several hosts serve, run chrony or ntpd: certificates and logs need equal clocks",
         )
     elif facts.is_clock_synchronised:
         yield Finding("clock", "synchronised")
@@ -232,12 +232,13 @@ def skew_findings(address: str, skew_s: float) -> Iterator[Finding]:
     """`skew_s`: clock of `address` minus clock of this host, in seconds."""
     if abs(skew_s) > SKEW_S_MAX:
         side = "ahead of" if skew_s > 0 else "behind"
-        what = f"that of {address} is {abs(skew_s):.0f} s {side} this host's"
+        what = f"the clock of {address} is {abs(skew_s):.0f} s {side} this host's"
         yield warning("clock", what, "synchronise both (chrony, ntpd)")
 
 
 def path_findings(ways: Sequence[ProbedWay]) -> Iterator[Finding]:
-    """`ways`: measured reads between two storage nodes of this host, one for each transport."""
+    """`ways`: reads between two storage nodes of this host, one for each transport. If the probe
+    failed as a whole, the only entry has the transport `any`."""
     tcp_rate = max((way.bytes_per_s for way in ways if way.transport == "tcp"), default=0.0)
     for way in ways:
         subject = f"path {way.transport}"
@@ -246,28 +247,28 @@ def path_findings(ways: Sequence[ProbedWay]) -> Iterator[Finding]:
             yield warning(
                 subject,
                 f"does not work: {way.problem}",
-                "without it other nodes are read by plain TCP; install `nixl`, and see "
-                "what the message asks for",
+                "without NIXL, other nodes are read by plain TCP; install `nixl`, and remedy the "
+                "cause in the message",
             )
         elif way.problem:
             yield broken(
                 subject,
                 f"does not work: {way.problem}",
-                "see the message; storage nodes must be reachable that way",
+                "remedy the cause in the message, and run `mooncake doctor` again",
             )
         elif way.bytes_per_s < RATE_WANTED:
             yield warning(
                 subject,
-                f"{said}: computing a prefix may be faster",
-                "stop other load on this machine, and run it again",
+                f"{said}; computing a prefix may be faster than reading its KV",
+                "stop other load on this machine, and run `mooncake doctor` again",
             )
         elif way.transport == "nixl" and way.bytes_per_s < NIXL_OVER_TCP_MIN * tcp_rate:
             yield note(
                 subject,
-                f"{said}, hardly faster than TCP: processes may not be able to copy "
-                "from each other",
+                f"{said}, hardly faster than TCP; perhaps processes may not copy from each "
+                "other's memory",
                 "run them as one user, in one PID and IPC namespace (containers: --pid=host "
-                "--ipc=host), see kernel.yama.ptrace_scope; on a busy machine look again",
+                "--ipc=host), check kernel.yama.ptrace_scope; on a busy machine measure again",
             )
         else:
             yield Finding(subject, said)

@@ -1,4 +1,4 @@
-"""Turns the state of a running system and the time of one request into findings with remedies."""
+"""Reads the state of a running system, times one request, and turns both into findings."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from backends.model_settings.running_system import REFUSED, RunningSettings
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
 
-ASK_S_MAX = 10.0  # timeout in s of a GET from the launcher's metrics port
-REQUEST_S_MAX = 60.0  # timeout in s of each read while a request is timed
-DIRECTORY_S_MAX = 3.0  # timeout in s of a call to the directory
-TTFT_S_WANTED = 2.0  # longest normal time to first token of a prompt of a few tokens
+ASK_S_MAX = 10.0  # timeout of a GET from the launcher's metrics port
+REQUEST_S_MAX = 60.0  # timeout of each socket read of the timed request's answer
+DIRECTORY_S_MAX = 3.0  # timeout of a call to the directory
+TTFT_S_WANTED = 2.0  # longest normal time to first token for a prompt of a few tokens
 PROMPT = "It is a truth"
 
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimed:
-    """The result of one request of a few tokens, sent from this process."""
+    """The result of one request with a few tokens, sent by this process."""
 
-    ttft_s: float = 0.0  # time to the first event of the answer; 0 if there was no event
+    ttft_s: float = 0.0  # time until the first event of the answer; 0: there was no event
     problem: str = ""  # why no token was received; "" if a token was received
 
 
 @dataclass(frozen=True, slots=True)
 class RunningFacts:
     settings: RunningSettings
-    models: Mapping[str, bool]  # name -> the model is ready
-    page: Page  # the metrics page
+    models: Mapping[str, bool]  # name -> whether the model is ready
+    page: Page  # the launcher's metrics
     clock_skew_s: float  # clock of the launcher's host minus clock of this host
-    rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # worker -> node -> B/s
-    request: FirstTokenTimed | None = None  # None: the host has no frontend
+    rates: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # as from `_rates`
+    request: FirstTokenTimed | None = None  # None: the launcher has no frontend
 
 
 def read_running(settings: RunningSettings, metrics_url: str) -> RunningFacts:
-    """Raises OSError, ValueError, KeyError or TypeError without a valid answer of the launcher."""
+    """Without a valid answer, raises OSError, HTTPException, ValueError, KeyError or TypeError."""
     base = metrics_url.removesuffix("/").removesuffix("/metrics")
     ready, skew_s = _get(f"{base}/ready")
     page, _ = _get(f"{base}/metrics")
@@ -67,7 +67,7 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
         yield broken(
             "models",
             f"not ready: {', '.join(silent)}",
-            "see the terminal of `mooncake serve` and its logs (.mooncake/logs-*/)",
+            "see the terminal of `mooncake serve` and the logs in .mooncake/logs-*/",
         )
     else:
         yield Finding("models", f"ready: {', '.join(sorted(facts.models))}")
@@ -75,55 +75,55 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
         if state.outcome == REFUSED:
             yield warning(
                 "settings",
-                f"the newest edit of {model} was refused, the one "
-                f"before it stays in use: {state.reason}",
+                f"the newest edit of {model} was refused, so the model keeps its "
+                f"previous settings: {state.reason}",
                 "mooncake config check",
             )
     for labels in facts.page.labels_of("mooncake_worker_unreached"):
         yield broken(
             "worker",
-            f"the frontend cannot call {labels.get('worker', 'one')}",
+            f"the frontend cannot call {labels.get('worker', 'a worker')}",
             "mooncake cluster status names the cause",
         )
     given_up = facts.page.total("mooncake_nixl_agents_given_up_total")
     if given_up:
         yield warning(
             "nixl",
-            f"{given_up:.0f} agents froze and are not used any more",
-            "restart the workers, one after the other; report it with their logs",
+            f"{given_up:.0f} NIXL agents of this system froze and are not used any more",
+            "restart the workers, one after the other, and report the case with their logs",
         )
     for worker, rates in facts.rates.items():
         for node, rate in rates.items():
             if rate < RATE_WANTED:
                 yield warning(
                     "path",
-                    f"{worker} reads node {node} at {rate / 1e6:.0f} MB/s only",
-                    "see the path of `mooncake doctor` "
-                    "on a quiet host; between hosts look at network and UCX_TLS",
+                    f"{worker} reads node {node} at only {rate / 1e6:.0f} MB/s",
+                    "on one host, see the path findings when the host is quiet; "
+                    "between hosts, check the network and UCX_TLS",
                 )
     every = [rate for rates in facts.rates.values() for rate in rates.values()]
     if every and min(every) >= RATE_WANTED:
         yield Finding(
             "path",
             f"workers read storage nodes at {min(every) / 1e9:.2f} to "
-            f"{max(every) / 1e9:.2f} GB/s, as measured at their start",
+            f"{max(every) / 1e9:.2f} GB/s, measured when the workers started",
         )
     yield from request_findings(facts.request)
     yield from web_page_findings(facts)
 
 
 def web_page_findings(facts: RunningFacts) -> Iterator[Finding]:
-    """Warn if web pages that the gateway refuses can send prompts to Triton's HTTP port."""
+    """Warn if Triton's HTTP port accepts prompts of web pages that the gateway refuses."""
     settings = facts.settings
     refuses_keyless = facts.request is not None and Forbidden.prefix in facts.request.problem
     if settings.openai and settings.http and not refuses_keyless:
         yield warning(
             "web pages",
-            f"the gateway at {settings.openai} refuses web pages of other sites, Triton's HTTP "
-            f"port at {settings.http} does not: a page in a browser that reaches it can send it "
-            "prompts",
-            "use no browser on this host, or serve with --api-keys and `keyless: refused` in it "
-            "(docs/threat-model.md)",
+            f"the gateway at {settings.openai} refuses requests of other sites' web pages, but "
+            f"Triton's HTTP port at {settings.http} does not: a page in a browser that reaches the "
+            "port can send prompts",
+            "use no browser on this host, or serve with --api-keys and a file with `keyless: "
+            "refused` (docs/threat-model.md)",
         )
 
 
@@ -133,28 +133,27 @@ def request_findings(request: FirstTokenTimed | None) -> Iterator[Finding]:
     if Forbidden.prefix in request.problem:
         yield note(
             "request",
-            "none was timed: this server serves only requests that come with an API key",
-            "time one with a key of yours at the gateway",
+            "no request was timed, because this server serves only requests with an API key",
+            "time a request with an API key at the gateway",
         )
     elif request.problem:
         yield broken(
             "request",
             request.problem,
-            "mooncake status shows queues and "
-            "rejections; the first word of the error says whose fault it is",
+            "`mooncake status` shows queues and rejections; the frontend's log may have the cause",
         )
     elif request.ttft_s > TTFT_S_WANTED:
         yield warning(
             "request",
             f"first token after {request.ttft_s:.2f} s",
-            "mooncake status shows whether it queued; more workers, or a shorter queue",
+            "`mooncake status` shows whether requests queue; if so, add workers or reduce the load",
         )
     else:
         yield Finding("request", f"first token after {1000 * request.ttft_s:.0f} ms")
 
 
 def timed_request(http: str) -> FirstTokenTimed:
-    """Stream one short answer and time the first token. `http`: HOST:PORT of a frontend's HTTP."""
+    """Stream a short answer and time its first token. `http`: HOST:PORT of the frontend."""
     body = {"text_input": PROMPT, "max_tokens": 4, "stream": True}
     asked = urllib.request.Request(
         f"http://{http}/v2/models/conductor/generate_stream", json.dumps(body).encode()
@@ -175,7 +174,7 @@ def timed_request(http: str) -> FirstTokenTimed:
 
 
 def _get(url: str) -> tuple[str, float]:
-    """(text of the answer, server's clock minus ours in s). An error status also has a text."""
+    """(body of the answer, also with an error status; server's clock minus this host's in s)."""
     before_s = time.time()
     try:
         with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
@@ -183,7 +182,7 @@ def _get(url: str) -> tuple[str, float]:
     except urllib.error.HTTPError as error:
         text, dated = error.read().decode(), error.headers.get("Date", "")
     middle_s = (before_s + time.time()) / 2
-    # A Date header omits the fraction of a second: 0.5 s on average.
+    # A Date header omits the fraction of a second, which is 0.5 s on average.
     there = email.utils.parsedate_to_datetime(dated).timestamp() + 0.5 if dated else middle_s
     return text, there - middle_s
 
