@@ -165,7 +165,7 @@ class StateJournal:
                 self._revision = found.mod_revision
                 if _head(found).epoch != self._epoch:
                     raise LeadLost("another directory leads by now: find the leader")
-                # Another head is an earlier seal of this leader, whose answer was lost.
+                # A different head is an earlier seal of this leader, whose answer was lost.
                 return found.value == head
             if is_over or self._seal(number):
                 return False

@@ -109,6 +109,6 @@ class WorkerReport:
     running: int  # running requests
     pages_used: int  # pages of unfinished requests, and pages that may still be written
     context_tokens: int  # KV tokens of the running decodes
-    step_s: float  # recent mean seconds of a prefill step, or of a decode step with the current batch
+    step_s: float  # recent mean seconds of a prefill step, or of a decode step (current batch)
     is_draining: bool
     oldest_step_s: float = 0.0  # age of the engine's current step; 0: no step is running

@@ -192,8 +192,8 @@ class MultiNicTransport(Transport):
             cards = list(self._cards.values())
         self._shared.register(buffer)
         for card in cards:
-            # NIXL registers the buffer with the card's next transfer. If the card is down now, a
-            # registration could fail.
+            # The card's next transfer registers the buffer. A registration may fail now, because
+            # the card may be down.
             card.remember(buffer)
 
     def unregister(self, buffer: ByteArray) -> None:

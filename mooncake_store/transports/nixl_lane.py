@@ -257,10 +257,10 @@ class AgentLane:
 
     def freeze(self, node_id: str) -> bool:
         """Never call this agent again, except to unregister memory. The agent has no thread of its
-        own, so its connections are not read any more. Without RDMA no byte of its transfers then
-        reaches local memory, and that memory may be reused. The caller must have checked that
-        transfers with `node_id` use no RDMA. False: nothing changed, because an RDMA card may
-        still write to local memory for another node."""
+        own, so its connections are not read any more. Without RDMA, no byte of its transfers then
+        reaches local memory, and that memory may be reused. Bytes of a write may still reach the
+        node. The caller must have checked that transfers with `node_id` use no RDMA. Returns False
+        and changes nothing if an RDMA card may still write to local memory for another node."""
         others = any(transfer.peer.node_id != node_id for transfer in self._under_way)
         if others and not self.devices.is_tcp_only:
             return False

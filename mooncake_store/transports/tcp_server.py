@@ -155,8 +155,7 @@ class TcpServer:
             except OSError as error:
                 if self._is_closing:
                     return
-                # for example: out of descriptors
-                log.warning("no TCP connection accepted: %s", error)
+                log.warning("no TCP connection accepted: %s", error)  # no descriptor, for example
                 time.sleep(0.1)
                 continue
             client = OpenConnection(connection, peer[0], time.monotonic())
