@@ -57,7 +57,7 @@ Row = tuple[bytes, int, int, int]  # block key, slot, generation, checksum
 class _Commit:
     rows: Sequence[Row]  # blocks to commit; may be empty
     verdicts: Sequence[int] | None = None  # one per row; None until the reply
-    error: StoreError | None = None  # set if the message failed
+    error: StoreError | None = None  # the error of the message with this commit, if it failed
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +80,7 @@ class Reserve:
     late: list[Use] = field(default_factory=list)  # raw for longer than RAW_S_MAX; to be released
     slots_max: int = BLOCKS_MAX  # slots that the directory allows this reserve; from its last reply
     puts: int = 0  # puts in progress that took slots from this reserve
-    is_dropped: bool = False  # no put takes slots from it any more
+    is_dropped: bool = False  # True: no put takes slots from this reserve any more
     waiting: list[_Commit] = field(default_factory=list)  # commits for the next message
     turn: threading.Lock = field(default_factory=lambda: threading.Lock())
 

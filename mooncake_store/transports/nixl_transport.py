@@ -182,8 +182,8 @@ class NixlTransport(Transport):
             self._connect(batch.node, batch.until_s, lane)
 
     def poll(self, posted: PostedTransfer) -> bool:
-        """Returns True if the transfer is complete. Raises TransferFailed if it failed, also as
-        LaneFrozen."""
+        """Returns True if the transfer is complete. Raises TransferFailed if it failed, and its
+        subclass LaneFrozen if its lane was frozen."""
         lane = posted.lane
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
@@ -197,8 +197,8 @@ class NixlTransport(Transport):
         return posted.is_done
 
     def leave(self, posted: PostedTransfer) -> None:
-        """Poll once more, after the deadline. Unless that ends the transfer, make it an orphan and
-        raise TransferTimeout."""
+        """Poll once more, after the deadline. If the transfer is still in flight, make it an orphan
+        and raise TransferTimeout."""
         if self.poll(posted):
             return
         is_ours = posted.lane.lock.acquire(timeout=LOCK_S_MAX)

@@ -94,7 +94,7 @@ def _names(text: str) -> list[str]:
 
 def nic_pairs(own: Sequence[Interface], theirs: Sequence[NicAgent]) -> list[tuple[int, int]]:
     """Positions in `own` and in `theirs` of the cards that are paired, at most PAIRS_MAX pairs.
-    Every card that reaches the other host is in a pair. The first pairs use different cards."""
+    Every card that shares a network with the other host is in a pair, unless there are more."""
     pairs: list[tuple[int, int]] = []
     networks = dict.fromkeys(network for each in own for network in each.networks)
     for network in networks:
