@@ -1,8 +1,7 @@
-"""The `mooncake` command, which finds the commands that packages register.
+"""The `mooncake` command: finds and runs the subcommands that packages register.
 
-A command is an entry point of the group `mooncake.commands` (pyproject.toml) that names a function
-or a typer app. So any package can add commands, and this package imports none of them in advance.
-Not here: the commands themselves.
+A subcommand is an entry point of the group `mooncake.commands` (pyproject.toml). The entry point
+names a function or a typer app. So any package can add subcommands.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from backends.extras import explained
 
 GROUP = "mooncake.commands"
-# Examples at the end of each command's --help. `mooncake --help` lists the commands in this order.
+# Subcommand -> examples at the end of its --help.
 EXAMPLES = {
     "init": ("mooncake init my-models",),
     "serve": (
@@ -49,12 +48,12 @@ EXAMPLES = {
     ),
     "profile": ("mooncake profile --out profile.json",),
 }
-FIRST = tuple(EXAMPLES)  # listed first by --help; other commands follow in alphabetical order
+FIRST = tuple(EXAMPLES)  # `mooncake --help` lists these first, and others in alphabetical order
 HELP = "Serve large language models as Triton models, with a shared KVCache in between."
 
 
 class Commands(TyperGroup):
-    """Imports only the command that runs. `mooncake --help` imports all commands."""
+    """The registered subcommands. Each is imported when it runs, or for `mooncake --help`."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:
         found = registered()
@@ -102,7 +101,7 @@ def reflow(command: TyperCommand | TyperGroup) -> None:
 
 
 def unusable(name: str, reason: str) -> TyperCommand:
-    """A listed command that only prints `reason` and exits with status 1, also for --help."""
+    """A subcommand that prints `reason` and exits with status 1, even if called with --help."""
 
     def fail() -> None:
         raise SystemExit(f"`mooncake {name}` {reason}")
@@ -146,17 +145,15 @@ def mooncake(
 
 
 def restart_in_utf_8() -> None:
-    """Replace this process by one in Python's UTF-8 mode if the locale's encoding is not UTF-8.
-
-    Paths in config.pbtxt and in Triton's parameters are UTF-8 in every locale.
-    """
+    """Restart this process in Python's UTF-8 mode if the locale's encoding is not UTF-8, because
+    paths in config.pbtxt and in Triton's parameters are UTF-8 in every locale."""
     if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and sys.executable:
         os.environ["PYTHONUTF8"] = "1"
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `mooncake ARGUMENTS` and exit. None: the arguments of this process."""
+    """Run `mooncake ARGUMENTS` and exit. Without `arguments`, use those of this process."""
     if arguments is None:
         restart_in_utf_8()
     try:

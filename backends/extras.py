@@ -1,7 +1,4 @@
-"""Optional extras of this package: which extra provides a module that is not installed.
-
-If an extra is missing, a command prints one line that names the extra, instead of a traceback.
-"""
+"""The optional extras of this package, and error texts that name the extra of a missing module."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def install_line(extra: str) -> str:
 
 
 def explained(problem: ImportError) -> str:
-    """The missing module, and how to install its extra; "" if no extra has the module."""
+    """Text about the missing module and how to install its extra; "" if no extra has the module."""
     lacking = (problem.name or "").partition(".")[0]
     for extra, modules in MODULES.items():
         if lacking in {module.partition(".")[0] for module in modules}:
@@ -36,13 +33,13 @@ def explained(problem: ImportError) -> str:
 
 
 def require(extra: str, what: str) -> None:
-    """Exit with one line if a module of the extra is missing. `what`: the feature that needs it."""
+    """Exit with a message if a module of `extra` is missing. `what`: the feature that needs it."""
     if lacking := missing(extra):
         raise SystemExit(f"{what} needs {lacking}, which is not installed: {install_line(extra)}")
 
 
 def missing(extra: str) -> str:
-    """The first package of the extra that is not installed; "" if all packages are installed."""
+    """The first package of `extra` that is not installed; "" if all packages are installed."""
     lacking = (module for module in MODULES[extra] if not _is_there(module))
     return next(lacking, "").partition(".")[0]
 

@@ -1,9 +1,9 @@
-"""The secret with which the processes of one `mooncake serve` authenticate calls and messages.
+"""The secret with which our processes authenticate calls to workers, and messages.
 
-`mooncake serve` makes a new secret at each start on a single machine; the hosts of a deployment
+On a single machine, each start of `mooncake serve` makes a new secret. The hosts of a deployment
 share one secret. The launcher puts the secret into the environment of its processes, never into an
-argument list or a log. A worker without a secret (started by hand) rejects all calls. Calls are
-checked in triton/triton_io.py, messages in workers/protocol.py.
+argument list or a log. A worker without a secret, which was started by hand, rejects all calls.
+Calls are checked in triton/triton_io.py, messages in workers/protocol.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import secrets
 
 SECRET_VARIABLE = "MOONCAKE_SECRET"
-SECRET_PARAMETER = "launch_secret"  # of a request to a worker model
+SECRET_PARAMETER = "launch_secret"  # name of the request parameter in calls to workers
 
 
 def make_secret() -> str:
@@ -21,7 +21,7 @@ def make_secret() -> str:
 
 
 def insecure_secret(deployment: str) -> str:
-    """The secret of a deployment without keys. Clients can guess it; it separates deployments."""
+    """The secret of a deployment without keys. It separates deployments, but can be guessed."""
     return f"insecure-{deployment}"
 
 
@@ -30,6 +30,6 @@ def secret_of_launch() -> str:
 
 
 def is_right(given: object, secret: str) -> bool:
-    """Compare in constant time. JSON may contain lone surrogates, which are not valid UTF-8."""
+    """Compare in constant time. `given` comes from JSON, so it may have lone surrogates."""
     text = given if isinstance(given, str) else ""
     return hmac.compare_digest(text.encode("utf-8", "surrogatepass"), secret.encode())

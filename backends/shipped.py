@@ -1,7 +1,7 @@
 """Paths of the model repository and the demo checkpoint in this package.
 
-A checkout and an installed wheel have the same files: backends/model_repository is a link to the
-checkout's folder, and a wheel contains a copy of that folder.
+In a checkout, backends/model_repository is a link to the folder model_repository. A wheel contains
+a copy of that folder instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def shipped_checkpoint() -> Path:
 
 
 def named_or_shipped(repository: Path) -> Path:
-    """`repository`. If it is the default and does not exist, the shipped one, only for reading."""
+    """`repository`, or the read-only shipped one if `repository` is the default and is missing."""
     if repository == DEFAULT_REPOSITORY and not repository.is_dir():
         return shipped_repository()
     return repository

@@ -1,7 +1,7 @@
 """The tensors of the models that clients call, in one table.
 
 Names and types are those of TensorRT-LLM's model `ensemble` (inflight_batcher_llm), so clients of
-that model work unchanged. We add a few tensors. A test compares config.pbtxt files with this table.
+that model work unchanged. A few tensors are our own, such as `messages` and `decision`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 TEXT_BYTES_MAX = 4 * 1024**2  # UTF-8 bytes of a prompt's text, or of all messages of a chat
-# Values of the parameter `describe` in the gateway's own calls to the frontend.
+# Values of the request parameter `describe`, which the gateway sends in calls of its own.
 CLUSTER, CHARGE = "cluster", "charge"
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
     name: str
-    dtype: str  # Triton's name of the type, without TYPE_
+    dtype: str  # the type in config.pbtxt without the prefix TYPE_
     dims: tuple[int, ...] = (1,)  # shape without the batch dimension; -1: any size
-    neutral: object = None  # the only accepted value of an unsupported input; None: no value
+    neutral: object = None  # the only accepted value of an unsupported input; None: must be empty
 
 
 SUPPORTED_INPUTS = (
@@ -55,7 +55,7 @@ SUPPORTED_INPUTS = (
     Tensor("return_num_output_tokens", "BOOL"),
 )
 
-# Inputs that TensorRT-LLM declares. This server rejects every value but the neutral one.
+# Inputs that TensorRT-LLM's model declares. This server accepts only the neutral value of each.
 UNSUPPORTED_INPUTS = (
     Tensor("decoder_text_input", "STRING", neutral=b""),
     Tensor("num_return_sequences", "INT32", neutral=1),
@@ -80,7 +80,7 @@ UNSUPPORTED_INPUTS = (
     Tensor("use_draft_logits", "BOOL", neutral=False),
 )
 
-# A response has the outputs that its client requested (frontend/answer.py, names_sent).
+# A response has only the outputs that the client requested (frontend/answer.py, names_sent).
 OUTPUTS = (
     Tensor("text_output", "STRING", (-1,)),
     Tensor("output_ids", "INT32", (-1,)),
@@ -98,35 +98,35 @@ OUTPUTS = (
     Tensor("top_log_probs", "FP32", (-1, -1)),
 )
 
-FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # used by the postprocessing model only
-# For each token of a message: one value (output_log_probs), or `top_logprobs` values (the others).
+FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # only the model postprocessing uses these
+# output_log_probs has one value for each token of a response. The other two have as many values
+# for each token as the request's top_logprobs.
 OF_LOGPROBS = {"output_log_probs", "top_token_ids", "top_log_probs"}
 
-# Sent without the batch dimension, as TensorRT-LLM does: its clients read `text_output[0]` as the
-# string.
+# Sent without the batch dimension, because clients of TensorRT-LLM read `text_output[0]`.
 UNBATCHED_OUTPUTS = {"text_output"}
 
 # Request parameters (KServe `parameters`). A request with any other parameter is rejected.
 PARAMETERS = {
-    "request_priority": "int: below 0 is rejected earlier under load",
-    "tenant": "string: salts the block keys, so tenants never share KV; with API keys only the "
-    "gateway sets it",
+    "request_priority": "int: a request with a priority below 0 is rejected earlier under load",
+    "tenant": "string: salts the block keys, so tenants never share KV. If API keys are "
+    "configured, only the gateway may set it",
     "timeout_ms": "int: milliseconds after which the request is ended",
-    "id": "string: request id, as in Triton's /generate; the id of the request itself wins",
+    "id": "string: request id, as in Triton's /generate. A request id outside the parameters wins",
     "traceparent": "string: W3C trace context of the request; an invalid one is ignored",
     "prefill_worker": "string: use this prefill worker (debugging, benchmarks)",
     "decode_worker": "string: use this decode worker (debugging, benchmarks)",
     "describe": "bool: return the service's properties as JSON instead of generating. Triton still "
-    "requires one input, such as stream. The value cluster: workers, hot prefixes and the latest "
-    "decisions; with API keys only for the gateway",
-    "tenant_proof": "string: with API keys, the gateway's proof of `tenant`",
+    "requires one input, such as stream. The string cluster returns workers, hot prefixes and the "
+    "latest decisions; if API keys are configured, only to the gateway",
+    "tenant_proof": "string: the gateway's proof of `tenant`, if API keys are configured",
 }
 # Parameters that Triton's own HTTP and gRPC services add to a request.
 TRITON_PARAMETERS = {"triton_enable_empty_final_response", "binary_data_output", "headers"}
 
 
 def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
-    """A problem for each unsupported input that is neither empty nor has its neutral value."""
+    """A problem for each unsupported input that is not empty and not its neutral value."""
     found = []
     for tensor in UNSUPPORTED_INPUTS:
         value = inputs.get(tensor.name)
@@ -134,7 +134,7 @@ def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
             continue
         asks = tensor.neutral is None or any(item != tensor.neutral for item in value.ravel())
         if asks:
-            neutral = "nothing in it" if tensor.neutral == b"" else tensor.neutral
+            neutral = "an empty string" if tensor.neutral == b"" else tensor.neutral
             only = "" if neutral is None else f"; leave it out or send {neutral}"
             found.append(f"{tensor.name} is not supported by this server{only}")
     return found

@@ -2,10 +2,10 @@
 
 With a folder of TLS keys (mooncake_store/keys), a worker's Triton requires a certificate of the
 cluster and presents the certificate of its host. Without the folder, as on one machine, connections
-have no TLS. Triton reads certificates only when it starts: restart it after a renewal.
+have no TLS. Triton reads certificates only when it starts, so a renewal needs a restart.
 
-A client with a wrong certificate gets only the error "Socket closed", as from a Triton that exits.
-But Triton rejects the client before the call is sent, so the text also contains GRPC_NEVER_SENT.
+A client with a wrong certificate gets only the error "Socket closed", as if Triton had exited. But
+Triton rejects the client before the call is sent, so the text also contains GRPC_NEVER_SENT.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from mooncake_store.keys.curve import is_loopback
 from mooncake_store.keys.folder import MEMBER, Keys, LiveFiles
 from mooncake_store.keys.tls import TlsContexts
 
-# Words of gRPC's error text: if the TLS handshake failed, and if the peer closed the connection.
+# Words of gRPC's error text for a failed TLS handshake.
 HANDSHAKE = ("handshake", "certificate", "ssl", "tls", "wrong_version_number")
-SILENT = ("socket closed", "connection reset", "recvmsg")
+SILENT = ("socket closed", "connection reset", "recvmsg")  # if the peer closed the connection
 
 
 def server_arguments(keys: Keys | None) -> list[str]:
-    """TLS arguments of a worker's Triton; they contain paths, not secrets."""
+    """TLS arguments of a worker's Triton. They contain paths, but no secrets."""
     if keys is None:
         return []
     return [
@@ -69,14 +69,13 @@ def worker_channel(address: str, options: Sequence[tuple[str, object]]) -> grpc.
 
 
 def refusal(address: str, details: str | None) -> WorkerRefused | None:
-    """The error of a call that was not sent because the TLS handshake failed, or None. A connection
-    closed by the peer counts as a failed handshake. `details`: gRPC's error text."""
+    """The error if a call was not sent because TLS failed, else None. `details`: gRPC's error text.
+    A connection that the peer closed counts as failed TLS, except on one machine without keys."""
     text = (details or "").lower()
     if GRPC_NEVER_SENT not in text:
         return None
     if any(word in text for word in HANDSHAKE):
         return WorkerRefused(_message(address, details, "failed the TLS handshake with this host"))
-    # On one machine without TLS keys, a closed connection means that the Triton exits.
     is_one_machine = folder.of_process() is None and is_loopback(address)
     if not is_one_machine and any(word in text for word in SILENT):
         return WorkerRefused(_message(address, details, "closes each connection of this host"))

@@ -1,5 +1,5 @@
-"""Triton Python model `conductor`, which clients call. It runs the Frontend. The Frontend serves
-the requests and routes them with the Conductor."""
+"""Triton Python model `conductor`, which clients call. The model passes requests to the Frontend,
+which serves them and routes them with the Conductor."""
 
 import os
 import time
@@ -20,8 +20,8 @@ from backends.triton import triton_io
 from backends.workers.protocol import inbox_address, open_outbox
 from conductor.config import ConductorConfig
 
-# Longest wait for one prefill and one decode worker. Afterwards the model is READY and rejects
-# requests until both register.
+# Longest wait until one prefill and one decode worker have registered. After this time the model
+# becomes READY without them, and rejects requests until both have registered.
 PAIR_WAIT_S = 60.0
 
 
@@ -43,7 +43,7 @@ class TritonPythonModel:
             self.cluster = ClusterView(
                 deciding, os.environ["MOONCAKE_DIRECTORY"], os.environ["MOONCAKE_EVENTS"]
             )
-        except Exception as error:  # Catch all: Triton logs the message without a traceback
+        except Exception as error:  # Triton logs only the message of load_error's exception
             raise triton_io.load_error(error) from None
         self.calls = GrpcCalls()
         self.streams = TokenStreams(
@@ -64,8 +64,8 @@ class TritonPythonModel:
         self.store = metrics.StoreWatch(self.cluster.client)
         shown = metrics.Shown(self.frontend, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", metrics.show, shown)
-        # Delay READY until one worker of each role has registered: workers load in other Triton
-        # processes.
+        # Workers load in other Tritons, so they may register later. If the launch stops meanwhile,
+        # the launcher creates the file STOPPING, which ends the wait.
         stopping = os.path.join(os.environ["MOONCAKE_SOCKETS"], STOPPING)
         self.cluster.wait_for_a_pair(PAIR_WAIT_S, lambda: os.path.exists(stopping))
 
@@ -76,7 +76,7 @@ class TritonPythonModel:
                 self.frontend.submit(
                     triton_io.inputs_of(request), triton_io.parameters_of(request), reply
                 )
-            except Exception as error:  # Catch all: one bad request must not fail others
+            except Exception as error:  # a failure of one request must not fail the others
                 reply.fail(error)
         return None  # decoupled: each reply sends its own responses
 

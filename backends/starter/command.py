@@ -1,8 +1,8 @@
 """`mooncake init`: makes a model repository with a checkpoint, to serve and to edit.
 
-The new folder has the shipped models and a copy of the demo checkpoint, to which the models refer.
-The folder is filled under a temporary name and then renamed, so it is complete or missing. If the
-folder exists and is empty, the finished content is moved into it entry by entry.
+The new folder has the shipped models and a copy of the demo checkpoint, which the models use. The
+content is written into a temporary folder, which is then renamed, so the new folder is complete or
+missing. If the new folder exists and is empty, the content is moved into it entry by entry.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from backends.cluster.model_rendering import CONFIG, parameters_of, templates_in
 from backends.shipped import shipped_checkpoint, shipped_repository
 
 CHECKPOINT = "demo_checkpoint"
-# The files that a server reads. The training files of the demo checkpoint are not copied.
+# The files that a server reads, and the README. Other files of the demo checkpoint are not copied.
 CHECKPOINT_FILES = ("*.json", "*.safetensors", "README.md")
 
 
 class FolderInUse(Exception):
-    """The folder is not empty; the message names the remedy."""
+    """The path exists and is not an empty folder. The message names the remedy."""
 
 
 def init(
@@ -47,11 +47,11 @@ def init(
 
 
 def lay_down(folder: Path) -> list[str]:
-    """Fill the folder and return the names of its models. Raises FolderInUse or OSError, and then
-    leaves no new folder."""
+    """Make the folder and return the names of its models. Raises FolderInUse or OSError, and then
+    leaves no incomplete folder."""
     folder = folder.resolve()  # servers resolve links before they use relative paths
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FolderInUse(f"{folder} exists and is not empty: name another folder, or remove it")
+        raise FolderInUse(f"{folder} is not an empty folder: name another folder, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as partial:
         whole = Path(partial) / folder.name
@@ -68,7 +68,8 @@ def _take_over(whole: Path, folder: Path) -> None:
     if not folder.exists():
         whole.rename(folder)
         return
-    for path in whole.iterdir():  # keep the empty folder: a shell may use it as working directory
+    # The existing folder stays, because it may be the working directory of a shell.
+    for path in whole.iterdir():
         path.rename(folder / path.name)
 
 
