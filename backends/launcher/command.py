@@ -56,33 +56,33 @@ OpenApis = Annotated[
 ApiKeysFile = Annotated[
     Path | None,
     typer.Option(
-        help="File of tenants and their API keys (`mooncake tenants`); MOONCAKE_API_KEYS names it "
-        "as well. Without one, clients name their own tenant."
+        help="File of tenants and their API keys (`mooncake tenants`); default: MOONCAKE_API_KEYS. "
+        "Without a file, clients name their own tenant."
     ),
 ]
 TritonArguments = Annotated[
     list[str] | None,
-    typer.Option(help="An unchanged argument for the frontend's tritonserver; repeatable."),
+    typer.Option(help="An argument to pass on to the frontend's tritonserver; repeatable."),
 ]
 ClusterFile = Annotated[
     Path | None,
-    typer.Option(help="A cluster file: serve the part of --host. It defines all ports and sizes."),
+    typer.Option(help="A cluster file, which defines all ports and sizes. Serve its host --host."),
 ]
 LogFormat = Annotated[
     Literal["text", "json"] | None,
     typer.Option(help="Log format of all processes: text (default) or json, one object per line."),
 ]
 LogBytes = Annotated[
-    str, typer.Option(help="Size limit of each process's log, and of its previous part (NAME.1).")
+    str, typer.Option(help="Size limit of each process's log, and of its older part (NAME.1).")
 ]
 OpenaiPort = Annotated[
     int, typer.Option(min=0, max=65535, help="Port of OpenAI's interface; 0: do not serve it.")
 ]
-OpenaiWorkers = Annotated[int, typer.Option(min=1, max=64, help="Processes that share this port.")]
+OpenaiWorkers = Annotated[int, typer.Option(min=1, max=64, help="Processes of --openai-port.")]
 OpenaiCertificate = Annotated[
     Path | None, typer.Option(help="PEM file: OpenAI's interface over HTTPS.")
 ]
-OpenaiPrivateKey = Annotated[Path | None, typer.Option(help="PEM file of its TLS key.")]
+OpenaiPrivateKey = Annotated[Path | None, typer.Option(help="PEM file of the TLS key.")]
 OtlpEndpoint = Annotated[
     str,
     typer.Option(help="Trace requests to this OpenTelemetry collector (gRPC): http://HOST:4317."),
@@ -106,16 +106,16 @@ SsdBytes = Annotated[
     str, typer.Option(help="SSD of each storage node for cold blocks, like 20G; 0: none.")
 ]
 SsdPath = Annotated[
-    Path | None, typer.Option(help="Folder on that SSD (default: ssd in --state-dir).")
+    Path | None, typer.Option(help="Folder for these blocks (default: ssd in --state-dir).")
 ]
 StateDir = Annotated[
     Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
 ]
 CheckpointOption = Annotated[
-    str, typer.Option(help="Hugging Face folder of all models; overrides config.pbtxt.")
+    str, typer.Option(help="Hugging Face folder for all models; overrides config.pbtxt.")
 ]
 Dtype = Annotated[
-    str, typer.Option(help="Of weights, and of KV without kv_dtype: float32, bfloat16.")
+    str, typer.Option(help="Dtype of weights, and of KV without kv_dtype: float32, bfloat16.")
 ]
 Device = Annotated[str, typer.Option(help="Device of all workers: cpu, cuda or cuda:N.")]
 Prefill = Annotated[
@@ -123,18 +123,18 @@ Prefill = Annotated[
     typer.Option(
         min=1,
         max=WORKERS_MAX,
-        help="Number of prefill workers: the first folders of the repository, further workers made "
-        "from the first folder.",
+        help="Number of prefill workers. They use the first prefill folders of the repository. "
+        "Further workers are made from the first folder.",
     ),
 ]
 Decode = Annotated[
-    int | None, typer.Option(min=1, max=WORKERS_MAX, help="Number of decode workers, likewise.")
+    int | None, typer.Option(min=1, max=WORKERS_MAX, help="Number of decode workers; as --prefill.")
 ]
 PoolName = Annotated[
     str,
     typer.Option(
-        help="Serve one worker of this elastic pool on a host that is not in the file, named by "
-        "--host and --address."
+        help="Serve one worker of this elastic pool on a host that is not in the file. --host and "
+        "--address are its name and address."
     ),
 ]
 
@@ -159,7 +159,7 @@ def serve(
     decode: Decode = None,
     ready_s_max: ReadySMax = None,
     self_check: Annotated[
-        bool, typer.Option(help="Every process checks its invariants each second, or exits.")
+        bool, typer.Option(help="Check invariants of every process each second; exit on a failure.")
     ] = False,
     open_api: OpenApis = None,
     api_keys: ApiKeysFile = None,
@@ -228,7 +228,7 @@ def serve(
 
 
 def refuse_options_of_one_machine(context: typer.Context, is_elastic: bool) -> None:
-    """Reject options that the cluster file defines. Only an elastic host may give --address."""
+    """Reject options that the cluster file defines. --address is accepted for an elastic host."""
     names = OF_ONE_MACHINE if is_elastic else OF_ONE_MACHINE | {"address"}
     given = [
         f"--{name.replace('_', '-')}"
@@ -252,7 +252,7 @@ def settings_of_all_models(
 
 def refuse_wrong_settings(repository: Path, settings: ServeSettings, nodes: Sequence[str]) -> None:
     """Exit with a list of all mistakes if the repository and these options do not fit."""
-    # Imported here, because these modules load the parameters of all engines.
+    # Imported here, because loading the parameters of all engines takes time.
     from backends.model_settings.checkpoint_facts import facts_beside
     from backends.model_settings.repository_check import check_repository
     from backends.model_settings.repository_files import read_texts, versionless
@@ -287,9 +287,9 @@ def print_refusal(reason: str) -> None:
 def plan_in_file(
     path: Path, host: str, pool: str, address: str, model_repository: Path
 ) -> HostPlan:
-    """The plan of this host from the cluster file `path`. Writes the host's model repository and
-    sets its environment variables in this process. Exits with the mistakes of file or options."""
-    # Imported here, because this module loads the parameters of all engines.
+    """The plan of this host from the cluster file `path`. Writes the host's model repository, and
+    sets the host's environment variables in this process. Exits if file or options are wrong."""
+    # Imported here, because loading the parameters of all engines takes time.
     from backends.cluster.cluster_file import load
     from backends.cluster.model_rendering import TemplateMissing
     from backends.cluster.rendered_folder import RenderedFolder
@@ -314,17 +314,17 @@ def plan_in_file(
     except TemplateMissing as error:
         refuse(str(error))
     plan = with_own_keys(plan, pool or host)
-    os.environ.update(plan.environment)  # this process calls etcd and the directory as well
+    os.environ.update(plan.environment)  # because this process also calls etcd and the directory
     return plan
 
 
 def refuse_unfit_elastic_host(deployment: Deployment, host: str, address: str) -> None:
-    """Exit if the name or the address, which the other hosts use for this host, is unfit."""
+    """Exit if other hosts cannot use this name or address for the elastic host."""
     taken = {*deployment.hosts, *(node.name for node in deployment.storage_nodes)}
     if not ELASTIC_NAME.fullmatch(host):
-        refuse(f"--host {host!r}: an elastic host needs a name of a-z, 0-9 and -, as a pod's")
+        refuse(f"--host {host!r}: an elastic host needs a name of a-z, 0-9 and -, like a pod")
     if host in taken:
-        refuse(f"--host {host!r} is in the cluster file: an elastic host has a name of its own")
+        refuse(f"--host {host!r} is in the cluster file: an elastic host needs another name")
     others = [each.address for each in deployment.hosts.values()]
     if ":" in address:
         refuse(f"--address {address}: use an IPv4 address: no process of a launch listens on IPv6")
@@ -333,7 +333,7 @@ def refuse_unfit_elastic_host(deployment: Deployment, host: str, address: str) -
 
 
 def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:
-    """The plan with the keys folder of `owner`, a host or a pool. Exits if its keys are unfit."""
+    """The plan with the keys folder of `owner`, a host or a pool. Exits if the keys do not fit."""
     if not (given := plan.environment.get(folder.VARIABLE)):
         return plan
     own = folder.folder_of_host(Path(given), owner).resolve()
@@ -343,8 +343,8 @@ def with_own_keys(plan: HostPlan, owner: str) -> HostPlan:
 
 
 def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
-    """Run a launch until a signal stops it (returns 0) or it fails (returns 1). Exits with status 2
-    if the launch cannot begin."""
+    """Run a launch. Return 0 after a signal stopped it, or 1 after it failed. Exit with status 2 if
+    the launch cannot begin."""
     try:
         launcher = Launcher(options, lambda line: console.print(line, markup=False, soft_wrap=True))
     except EnvironmentProblem as problem:
@@ -358,7 +358,7 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
         except Stopped as stopped:
             console.print(f"{stopped}: stopping ...")
         except (EnvironmentProblem, ChildDied, KeysInvalid, OSError) as problem:
-            ignore_signals()  # a second Ctrl-C must interrupt neither the message nor the clean-up
+            ignore_signals()  # so that Ctrl-C interrupts neither the message nor the clean-up
             print_refusal(file_problem(problem) if isinstance(problem, OSError) else str(problem))
             status = 1
         finally:
@@ -368,14 +368,14 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
 
 
 def file_problem(error: OSError) -> str:
-    """The message for an error that usually means a full disk."""
+    """The message for an error of a file, which is mostly a full disk or a missing permission."""
     if not error.filename:
-        return f"{error.strerror or error}: see --state-dir, and whether its disk has room"
-    return f"{error.filename}: {error.strerror}; make room there, or choose another --state-dir"
+        return f"{error.strerror or error}: check the free space and permissions of --state-dir"
+    return f"{error.filename}: {error.strerror}; correct this, or choose another --state-dir"
 
 
 def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:
-    """A shell command that sends a request, for the operator to run in another terminal."""
+    """A shell command by which the operator can send a request."""
     if not openai_url:
         body = '{"text_input": "It is a truth", "max_tokens": 32, "stream": true}'
         return f"curl -sN {http_url}/v2/models/conductor/generate_stream -d '{body}'"
@@ -388,9 +388,9 @@ def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:
 
 
 def run_until_stopped(launcher: Launcher) -> None:
-    """Start the launch, print a first request, then supervise. Ends only by an exception."""
+    """Start the launch, print the command of a first request, and supervise until an exception."""
     started_s = time.monotonic()
-    if not console.is_terminal:  # the spinner below is shown only in a terminal
+    if not console.is_terminal:  # a terminal shows `console.status` instead
         console.print(f"starting ... (logs: {launcher.log_dir})", soft_wrap=True)
     with console.status("starting directory, storage nodes and Tritons ..."):
         launcher.start()
@@ -407,7 +407,7 @@ def run_until_stopped(launcher: Launcher) -> None:
     if launcher.openai_url:
         console.print(f"  OpenAI's interface: {launcher.openai_url}/v1", soft_wrap=True)
         console.print(f"  status page, playground: {launcher.openai_url}/", soft_wrap=True)
-    launcher.news()  # discards the loads and refusals before the launch was ready
+    launcher.news()  # discards news from before the launch was ready
     while True:
         for restart in launcher.supervise():
             console.print(f"[bold yellow]{escape(restart.text)}[/]")
@@ -416,7 +416,7 @@ def run_until_stopped(launcher: Launcher) -> None:
             console.print(f"[{style}]{escape(change.text)}[/]", soft_wrap=True)
         for load in launcher.news():
             if load.reason:
-                what = "does not serve" if load.is_new else "kept the old settings of"
+                what = "Triton does not serve" if load.is_new else "Triton kept the old settings of"
                 console.print(f"[bold yellow]{what} {escape(load.model)}[/]:")
                 console.print(load.reason, markup=False, soft_wrap=True)
             else:

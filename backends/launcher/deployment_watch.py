@@ -1,6 +1,6 @@
 """Checks whether this host reaches etcd and the elected directory.
 
-`state` checks once and describes the result in one line. A starting host waits until the check
+`state` checks once and describes the result in one line. A starting host repeats the check until it
 succeeds. While the host serves, a thread of `DeploymentWatch` checks every WATCH_S, and the
 launcher prints changes.
 """
@@ -29,7 +29,8 @@ class DeploymentState:
 
 
 def state(directory: str) -> DeploymentState:
-    """The state of the directory at this address; etcd:// stands for the elected directory."""
+    """The state of the directory at this address. etcd:// stands for the elected directory, whose
+    state includes that of etcd."""
     if not directory.startswith(ELECTED):
         return _asked(directory, f"the directory is at {directory}")
     endpoints, _ = endpoints_and_prefix(directory)
@@ -51,14 +52,14 @@ def state(directory: str) -> DeploymentState:
 def _asked(directory: str, where: str) -> DeploymentState:
     try:
         with DirectoryClient(directory, ASK_S_MAX) as client:
-            client.exist(())  # the cheapest call, because every host makes it
+            client.exist(())  # a cheap call, because every host repeats it
     except StoreError as error:
         return DeploymentState(False, f"{where}, but it does not answer this host ({error})")
     return DeploymentState(True, where)
 
 
 class DeploymentWatch:
-    """Checks in its own thread, because a broken service may answer slowly."""
+    """Checks in a thread of its own, because a broken service may answer slowly."""
 
     def __init__(self, directory: str, known: DeploymentState) -> None:
         self._directory, self._known = directory, known
@@ -73,7 +74,7 @@ class DeploymentWatch:
 
     def close(self) -> None:
         self._is_closing.set()
-        self._thread.join(timeout=0.2)  # a check may hang
+        self._thread.join(timeout=0.2)  # a check may take longer
 
     def _run(self) -> None:
         last = self._known

@@ -26,16 +26,16 @@ from pathlib import Path
 from backends.extras import install_line
 
 STATE_BYTES_MIN = 16 * 2**20  # free disk space for copies of Triton's backends and the first logs
-# A launch chooses ports p with PORT_MIN <= p < PORT_MAX. They lie below the kernel's default range
-# for outgoing connections, which could take a chosen port before the server listens.
+# A launch chooses ports p with PORT_MIN <= p < PORT_MAX. The range is below the kernel's default
+# range for outgoing connections, which could take a chosen port before the server listens.
 PORT_MIN, PORT_MAX = 10_240, 20_000
-# Variables that child processes do not inherit, because the plan of a launch sets them.
+# Variables that child processes do not inherit. The plan of a launch sets them where needed.
 OF_A_HOST = ("MOONCAKE_ADDRESS", "MOONCAKE_LISTEN", "MOONCAKE_PEERS")
 OF_A_SHELL = re.compile(r"""[\s'"\\$`;&|<>()*?!#~\[\]{}]""")  # characters that a shell interprets
 
 
 class EnvironmentProblem(Exception):
-    """This machine cannot serve with these options; the message lists each reason and remedy."""
+    """This machine cannot serve with these options. The message has the reasons and remedies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class TritonInstall:
 
 
 def find_triton() -> TritonInstall:
-    """The `tritonserver` on the PATH (an NGC image), else the one inside nvidia-pytriton. Raises
-    EnvironmentProblem if there is neither. `problems` reports files of it that are missing."""
+    """The `tritonserver` on the PATH (an NGC image), or else the one inside nvidia-pytriton. Raises
+    EnvironmentProblem if there is neither. `problems` checks whether its files exist."""
     on_path = shutil.which("tritonserver")
     if on_path:
         server = Path(on_path).resolve()
@@ -79,7 +79,7 @@ def find_triton() -> TritonInstall:
 
 
 def libpython_folder() -> Path:
-    """The folder of this interpreter's libpython; EnvironmentProblem without a shared one."""
+    """The folder of this interpreter's shared libpython. Raises EnvironmentProblem without one."""
     name = sysconfig.get_config_var("INSTSONAME") or ""
     base = Path(sys.base_prefix)
     candidates = [Path(sysconfig.get_config_var("LIBDIR") or ""), base / "lib", base / "lib64"]
@@ -94,14 +94,12 @@ def libpython_folder() -> Path:
 
 
 def process_environment(triton: TritonInstall, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of all child processes: this process's own, overridden by `given`.
-
-    Children write their logs unbuffered, and use UTF-8 for paths in every locale, as Triton does.
-    """
+    """The environment of all child processes: that of this process, overridden by `given`. Python
+    children write logs unbuffered, and use UTF-8 for paths in every locale, as Triton does."""
     env = {name: value for name, value in os.environ.items() if name not in OF_A_HOST}
     env.update(given)
-    # The linker's default folders are left out: in LD_LIBRARY_PATH, they would take precedence over
-    # the folders that an NGC image configures.
+    # The linker's default folders are left out, because in LD_LIBRARY_PATH they would take
+    # precedence over the folders that an NGC image configures.
     libraries = [
         str(each)
         for each in (libpython_folder(), *triton.library_folders)
@@ -114,14 +112,14 @@ def process_environment(triton: TritonInstall, given: Mapping[str, str]) -> dict
     env |= {"PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     if locale.nl_langinfo(locale.CODESET).upper() != "UTF-8":
         env["LC_ALL"] = "C.UTF-8"
-    # By default, glibc has up to 8 arenas per core, which keep freed memory.
+    # By default, glibc makes up to 8 arenas per core, and each of them keeps freed memory.
     env.setdefault("MALLOC_ARENA_MAX", "2")
     env.pop("PYTHONHOME", None)
     return env
 
 
 def linker_folders() -> frozenset[Path]:
-    """The default folders of the dynamic linker, which it searches after LD_LIBRARY_PATH."""
+    """The folders that the dynamic linker searches by default, after those of LD_LIBRARY_PATH."""
     triplet = sysconfig.get_config_var("MULTIARCH") or ""
     names = ("lib", "lib64", *([f"lib/{triplet}"] if triplet else []))
     return frozenset(Path(root) / name for root in ("/", "/usr") for name in names)
@@ -136,50 +134,50 @@ def problems(
     port_source: str = "with --{}-port",
 ) -> Iterator[str]:
     """Every problem of this machine with its remedy. `ports` maps a name to (address, port).
-    `size_source` and `port_source` name where the operator sets sizes and ports."""
+    `size_source` and `port_source`: where the operator sets sizes and ports."""
     for path in (triton.server, triton.python_backend / "libtriton_python.so", triton.stub):
         if not path.exists():
-            yield f"{path} is missing: no models in Python {platform.python_version()}"
+            yield f"{path} is missing: Triton needs it for Python {platform.python_version()}"
     numpy_major = int(version("numpy").split(".")[0])
     if triton.is_bundled and numpy_major >= 2:
         yield (
-            f"numpy {numpy_major}.x is installed, but the Triton inside nvidia-pytriton loses the "
-            "bytes of tensors with it. Install 'numpy<2' in this environment."
+            f"numpy {numpy_major}.x is installed, with which the Triton inside nvidia-pytriton "
+            "loses the bytes of tensors. Install 'numpy<2' in this environment."
         )
     yield from _port_problems(ports, port_source)
     free_bytes = shutil.disk_usage("/dev/shm").free
     if shared_memory_bytes > free_bytes:
         yield (
             f"/dev/shm has {free_bytes / 2**20:.0f} MiB free, but the storage nodes and Triton "
-            f"need {shared_memory_bytes / 2**20:.0f} MiB. Lower {size_source}, free something "
-            "there, or enlarge it (docker: --shm-size)."
+            f"need {shared_memory_bytes / 2**20:.0f} MiB. Lower {size_source}, remove files "
+            "there, or enlarge /dev/shm (docker: --shm-size)."
         )
     pids_max = _pids_max()
     if pids_max is not None and pids_max < threads_wanted:
         yield (
-            f"this container may have {pids_max} threads, about {threads_wanted} are needed. "
-            "Raise its limit (docker: --pids-limit)."
+            f"this container may have {pids_max} threads, but about {threads_wanted} are needed. "
+            "Raise the limit (docker: --pids-limit)."
         )
 
 
 def make_writable(folder: Path, option: str) -> None:
-    """Make the folder. Raises EnvironmentProblem for an unfit path, an unwritable folder, or a full
-    disk; the message names `option`, which chooses another folder."""
+    """Make the folder. Raises EnvironmentProblem if a shell would change its path, if it is not
+    writable, or if the disk is full. The message names `option`, which chooses another folder."""
     if found := OF_A_SHELL.search(str(folder)):
         raise EnvironmentProblem(
-            f"the path {folder} contains {found[0]!r}, and Triton starts Python models by a shell "
-            f"without quoting the path. Choose another path with {option}, such as /tmp/mooncake"
+            f"the path {folder} contains {found[0]!r}, but Triton passes the path to a shell "
+            f"without quotes. Choose another path with {option}, such as /tmp/mooncake"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):  # a file system can be read-only for root as well
+        if not os.access(folder, os.W_OK):  # even root cannot write to a read-only file system
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         disk = shutil.disk_usage(folder)
         if disk.total and disk.free < STATE_BYTES_MIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise EnvironmentProblem(
-            f"{folder} cannot be written ({error.strerror}): name a writable folder with {option}"
+            f"{folder} cannot be used ({error.strerror}): name another folder with {option}"
         ) from None
 
 
@@ -190,9 +188,9 @@ def free_ports(
     port_max: int = PORT_MAX,
     host: str = "127.0.0.1",
 ) -> list[int]:
-    """`count` distinct ports p of `host`, port_min <= p < port_max, free and not `promised` to a
-    process. Raises EnvironmentProblem if the range has too few free ports, or if no process can
-    listen at the address `host`."""
+    """`count` distinct free ports p of `host`, port_min <= p < port_max, without those `promised`
+    to other processes. Raises EnvironmentProblem if the range has too few free ports, or if
+    processes cannot listen at the address `host`."""
     rng = random.SystemRandom()
     with contextlib.ExitStack() as held:
         ports: list[int] = []
@@ -236,12 +234,12 @@ def _port_problems(ports: Mapping[str, tuple[str, int]], source: str) -> Iterato
                     remedy = "Name one that it has, or serve this on the host that has it."
                     yield f"{what}: this machine has no address {address}. {remedy}"
                 else:
-                    remedy = f"End the process that uses it, or set another {source.format(name)}."
+                    remedy = f"Set another {source.format(name)}, or end the process that uses it."
                     yield f"{what} ({error.strerror}). {remedy}"
 
 
 def _pids_max() -> int | None:
-    """The container's limit of processes and threads; None if there is none or it is unreadable."""
+    """The container's limit of processes and threads; None if there is none or it is unknown."""
     for path in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         try:
             text = Path(path).read_text(encoding="utf-8").strip()

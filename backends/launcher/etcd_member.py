@@ -1,9 +1,9 @@
 """The etcd member of a deployment's host: its command, its replacement, and etcd's health.
 
-The leading directory (metadata service of the KV store) is elected in etcd. For this, etcd needs
-more than half of its members (a quorum). A restarted member finds its data in the state folder and
-rejoins by itself. The other members reject a member that lost its data. Such a member is replaced:
-it is removed from the cluster and added again with the same address.
+The leading directory (metadata service of the KV store) is elected in etcd. An election needs more
+than half of etcd's members (a quorum). A restarted member finds its data in the state folder and
+rejoins by itself. The other members reject a member that lost its data. Such a member is removed
+from the cluster, and added again with the same address.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from backends.launcher.environment import EnvironmentProblem
 from mooncake_store.directory.etcd import access_problem, etcd_session, etcd_url
 from mooncake_store.keys.folder import Keys
 
-HEARTBEAT_MS, ELECTION_MS = 100, 1_000  # etcd's own defaults, for hosts of one site
+HEARTBEAT_MS, ELECTION_MS = 100, 1_000  # etcd's own defaults, which suit hosts of one site
 ASK_S_MAX = 1.0  # timeout of a health call
 CHANGE_S_MAX = 5.0  # timeout of a call that lists or changes members
-REPLACE_S_MAX, REPLACE_PAUSE_S = 30.0, 0.5  # limit of the retries of a change, and their pause
+REPLACE_S_MAX, REPLACE_PAUSE_S = 30.0, 0.5  # time limit of the retries of a change, and the pauses
 MISSING = (
-    "etcd is not installed, but the cluster file has this host run a member: install it (Debian: "
+    "etcd is not installed, but by the cluster file this host runs a member: install it (Debian: "
     "apt-get install etcd-server), or name the endpoints of another etcd in the file"
 )
 
@@ -45,8 +45,8 @@ class MemberRefused(EnvironmentProblem):
 def etcd_command(
     member: EtcdMember, data_dir: Path, is_replaced: bool = False, keys: Keys | None = None
 ) -> list[str]:
-    """The command of the member. etcd uses `--initial-...` only at the first start; later it reads
-    the members from its data."""
+    """The command of the member. etcd uses `--initial-...` only at the first start. Later, etcd
+    reads the members from its data."""
     options = {
         "name": member.name,
         "data-dir": data_dir,
@@ -59,7 +59,7 @@ def etcd_command(
         "initial-cluster-state": "existing" if is_replaced else "new",
         "heartbeat-interval": HEARTBEAT_MS,
         "election-timeout": ELECTION_MS,
-        # Each renewal of a pinned block adds a revision. Compaction removes old revisions.
+        # Renewals of pinned blocks add revisions to etcd. Compaction removes old revisions.
         "auto-compaction-mode": "periodic",
         "auto-compaction-retention": "1h",
         "logger": "zap",
@@ -67,7 +67,7 @@ def etcd_command(
     }
     if keys is not None:
         # Every client and every peer needs a certificate of the deployment's authority. etcd reads
-        # certificate and private key at each handshake, but the authorities only at its start.
+        # certificate and private key at each handshake, and the authorities only at its start.
         for prefix in ("", "peer-"):
             options |= {
                 f"{prefix}cert-file": keys.certificate,
@@ -89,17 +89,17 @@ def etcd_environment() -> dict[str, str]:
 
 
 def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[str]) -> bool:
-    """Replace this member in the cluster if it lost its data; True if it was replaced.
+    """Replace this member in the cluster if it lost its data. Return True if it was replaced.
 
-    A member without data is treated by its entry in the list of the other members:
+    If the member has no data, its entry in the list of the other members decides:
 
-        with client URLs           it ran before and lost its data: remove it, and add it again
-        without client URLs        with a name, this is the first start of the cluster: do nothing
-                                   without a name, an earlier call added it: it counts as replaced
-        no entry                   an earlier call removed it: add it
+        with client URLs           It ran before, so it is removed and added again.
+        name, no client URLs       This is the first start of the cluster, so nothing is done.
+        neither                    An earlier call added it, so it counts as replaced.
+        no entry                   An earlier call removed it, so it is added.
 
-    False also if no endpoint answers. Raises MemberRefused if a change fails for REPLACE_S_MAX.
-    """
+    Returns False too if no endpoint answers. Raises MemberRefused if a change fails for
+    REPLACE_S_MAX."""
     url = member.advertised_peer_url
     for endpoint in () if _has_data(data_dir) else endpoints:
         listed = _cluster_call(endpoint, "list", {})
@@ -116,12 +116,12 @@ def replace_lost_member(member: EtcdMember, data_dir: Path, endpoints: Sequence[
 
 
 def _has_data(data_dir: Path) -> bool:
-    """True if the member has joined: etcd writes its first write-ahead log when it joins."""
+    """True if the member has joined before, because joining writes a first write-ahead log."""
     return any((data_dir / "member" / "wal").glob("*.wal"))
 
 
 def _change(member: EtcdMember, endpoint: str, verb: str, body: dict[str, Any]) -> None:
-    """Change the members. Retries, because members reject changes shortly after they connected."""
+    """Change the members. Retries, because members that connected recently reject changes."""
     give_up_s = time.monotonic() + REPLACE_S_MAX
     while _cluster_call(endpoint, verb, body) is None:
         if time.monotonic() > give_up_s:
@@ -146,11 +146,11 @@ def _cluster_call(endpoint: str, verb: str, body: dict[str, Any]) -> dict[str, A
 
 @dataclass(frozen=True, slots=True)
 class EtcdAnswers:
-    """Which endpoints answer. Distinguishes a dead member from a lost quorum."""
+    """The endpoints that answer, and those that do not."""
 
     alive: tuple[str, ...]
     silent: tuple[str, ...]
-    refused: str = ""  # the key or certificate problem of one silent endpoint; "" for none
+    refused: str = ""  # key or certificate problem of one of the silent endpoints; "" if none
 
     @property
     def has_quorum(self) -> bool:
@@ -181,7 +181,7 @@ def member_serves(member: EtcdMember) -> bool:
 
 
 def _problem(endpoint: str, what: str = "version") -> str | None:
-    """None if the endpoint answers with status 200; else its key or certificate problem, or ""."""
+    """None if the endpoint answers with status 200. Else its key or certificate problem or ""."""
     try:
         with etcd_session() as session:
             answer = session.get(f"{etcd_url(endpoint)}/{what}", timeout=ASK_S_MAX)

@@ -1,7 +1,7 @@
 """The gateway processes of a host, which serve OpenAI's interface in front of the frontend.
 
 All gateway processes listen on one port (backends/gateway). A process that dies loses its own
-connections and is restarted. Its death ends no other process of the host. Each process serves its
+connections and is restarted. Other processes of the host are not affected. Each process serves its
 metrics on a loopback port of its own, for the launcher's metrics page.
 """
 
@@ -26,10 +26,10 @@ from mooncake_store.process.child_processes import (
     RestartPolicy,
 )
 
-READY_S_MAX = 60.0  # limit of a gateway's start, in s; all Tritons load at the same time
-DRAIN_S_MAX = 30.0  # limit of a gateway's drain, in s; a stop of the launcher waits less long
+READY_S_MAX = 60.0  # limit in seconds of a gateway's start, during which Tritons load models too
+DRAIN_S_MAX = 30.0  # limit in seconds of a gateway's drain; a stop of the launcher is shorter
 UNGUARDED = (
-    "can be reached from other hosts, and there are no API keys: every client could use it. "
+    "can be reached from other hosts without API keys, so every client could use it. "
     f"Name a file of keys (--api-keys), listen on a loopback address, or set {INSECURE_VARIABLE}=1 "
     "if that is what you want"
 )
@@ -38,7 +38,7 @@ Make = Callable[[str, Callable[[], Command], RestartPolicy], ChildProcess]
 
 
 def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
-    """The problems of the planned gateway; [] without one. `env`: environment of its processes."""
+    """The problems of the planned gateway, if there is one. `env`: its environment variables."""
     gateway = plan.gateway
     if gateway is None:
         return []
@@ -57,7 +57,7 @@ def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
 
 
 class Gateways:
-    """Starts and supervises the gateway processes of a plan. A plan may have none."""
+    """Starts and supervises the gateway processes of a plan, if there are any."""
 
     def __init__(self, plan: HostPlan, env: Mapping[str, str], make: Make) -> None:
         self._plan, self._env = plan.gateway, env
@@ -81,7 +81,7 @@ class Gateways:
         return f"{scheme}://{reached_at(self._plan.listen, LOOPBACK)}"
 
     def wait_ready(self) -> None:
-        """Wait until all processes listen. Raises ChildDied if one ends or is not ready in time."""
+        """Wait until all processes listen. Raises ChildDied if one ends or exceeds READY_S_MAX."""
         for child in self.children:
             child.wait_for_line("ready", READY_S_MAX)
 

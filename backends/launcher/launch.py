@@ -1,14 +1,14 @@
 """`mooncake serve`: starts the processes of one host in order, and stops them in reverse order.
 
-The order of starts is the etcd member, the directory (block key -> storage nodes), the storage
-nodes, the Tritons, the gateways (OpenAI's interface) and the metrics server. The frontend's Triton
-serves the models that clients call, and each worker folder has a Triton of its own. A plan
-(launch_plan.py) names the processes of a host. The host is ready when every model is ready.
+The processes start in this order: the etcd member, the directory (block key -> storage nodes), the
+storage nodes, the Tritons, the gateways (OpenAI's interface). The frontend's Triton serves the
+models that clients call, and each worker folder has a Triton of its own. A plan (launch_plan.py)
+names the processes of a host. The host is ready when every model is ready.
 
 The launcher ends on SIGINT, SIGTERM or SIGHUP. It also ends when the etcd member, the directory, a
 storage node or the frontend's Triton dies more often than its restart policy allows. A start fails
-after ready_s_max and, on a single machine, when a model fails to load. At its end, the launcher
-ends its processes and removes its files.
+after ready_s_max. On a single machine, it also fails when a model does not load. Before the
+launcher exits, it ends its processes and removes its files.
 
 The hosts of a deployment start in any order. Each host waits until etcd has a quorum and a
 directory leads, and reports the reason. No host waits for the models of another host.
@@ -74,14 +74,14 @@ from mooncake_store.keys.tls import certificate_problems
 from mooncake_store.process import self_check
 from mooncake_store.process.child_processes import ChildProcess, Command, RestartPolicy
 
-TRITON_SHM_BYTES = 256 * 2**20  # /dev/shm space for requests to Triton's Python models, all models
-STOP_S_MAX = 9.0  # limit of `stop` on a single machine, in s, without GATEWAY_STOP_S
-FRONTEND_STOP_S = 5.0  # share of STOP_S_MAX for the frontend's Triton, in s
-OTHERS_STOP_S = 1.0  # share of STOP_S_MAX for the processes after the workers, in s
-GATEWAY_STOP_S = 4.0  # limit for the gateways' streams, in s; STOP_S_MAX begins afterwards
-FLEET_OTHERS_STOP_S = 4.0  # limit for nodes, directory and etcd of a deployment's host, in s
+TRITON_SHM_BYTES = 256 * 2**20  # space in /dev/shm for requests to all Python models of Tritons
+STOP_S_MAX = 9.0  # limit in seconds of `stop` on a single machine, after the gateways have ended
+FRONTEND_STOP_S = 5.0  # part of STOP_S_MAX for the frontend's Triton
+OTHERS_STOP_S = 1.0  # part of STOP_S_MAX for the processes that end after the workers
+GATEWAY_STOP_S = 4.0  # limit in seconds for the end of the gateways and their streams
+FLEET_OTHERS_STOP_S = 4.0  # limit in seconds for nodes, directory and etcd of a deployment's host
 WAIT_S = 0.5  # pause between two checks of the directory while the start waits for other hosts
-REPORT_AGAIN_S = 15.0  # pause between two equal reports of what the start waits for
+REPORT_AGAIN_S = 15.0  # seconds after which the reason for which the start waits is printed again
 
 
 class Launcher:
@@ -90,7 +90,7 @@ class Launcher:
     def __init__(
         self, options: ServeOptions | HostOptions, report: Callable[[str], None] = lambda line: None
     ) -> None:
-        """`report` receives the events of the start of a deployment's host, one line for each."""
+        """`report` receives a line for each event while a deployment's host starts."""
         self.options = options
         self._report = report
         self._files = LaunchFiles()
@@ -107,7 +107,7 @@ class Launcher:
         self._admin_key = AdminKey(self.state_dir / f"admin-key-{plan.host}")
         self.log_dir = self.state_dir / f"logs-{plan.host}"
         self.repository = (base / plan.model_repository).resolve()
-        # The Python of Triton's model processes accepts only ASCII paths, in every locale.
+        # The model processes of Triton accept only ASCII paths, in every locale.
         of_triton = self.state_dir if str(self.state_dir).isascii() else self.socket_dir
         self._backends = of_triton / f"backends-{plan.host}"
         self._worker_folders = WorkerFolders(
@@ -121,7 +121,7 @@ class Launcher:
             cwd=self.socket_dir,
             command_of=self._triton_command,
             # On a single machine, every worker gets a free port of this range. On a deployment's
-            # host, only a worker without a planned port does; firewalls open FREE_PORTS.
+            # host, a worker without a planned port gets one of FREE_PORTS, which firewalls open.
             listen=plan.listen,
             called=plan.address,
             ports=FREE_PORTS if plan.deployment else (environment.PORT_MIN, environment.PORT_MAX),
@@ -130,7 +130,7 @@ class Launcher:
         )
         self.frontend: Triton | None = None
         self.workers: dict[str, WorkerTriton] = {}
-        self._leaving: list[WorkerTriton] = []  # draining, before they end or are started again
+        self._leaving: list[WorkerTriton] = []  # draining workers, which end or are started again
         self._stubs = Stubs()
         self._gateways: Gateways | None = None
         self._metrics: MetricsServer | None = None
@@ -143,11 +143,11 @@ class Launcher:
         return [*first, *self._nodes]
 
     def start(self) -> None:
-        """Start every part of the plan. Returns once all processes run; models may still load.
-        Raises EnvironmentProblem, ChildDied, KeysInvalid or OSError."""
+        """Start every part of the plan. Returns while models may still load. Raises
+        EnvironmentProblem, ChildDied, KeysInvalid or OSError."""
         triton = environment.find_triton()
         options, plan = self.options, self.plan
-        self._keys = key_folder.of_process()  # None: this host has no keys
+        self._keys = key_folder.of_process()  # None if this host has no keys
         turn = turn_at(plan.directory_address, plan.host)
         self._renewal = CertificateRenewal(self._keys, turn)
         end_orphans(remove_leftovers())
@@ -206,10 +206,10 @@ class Launcher:
         return self._with_log("etcd", begun)
 
     def _wait_for_directory(self) -> DeploymentState:
-        """Wait until a directory answers; with etcd, until an elected one does.
+        """Wait until the directory answers, or with etcd the elected directory.
 
-        By default the wait has no limit (`ready_s_max`), because the other hosts may start much
-        later. Raises EnvironmentProblem after the limit, and ChildDied if a child process dies.
+        By default `ready_s_max` is infinite here, because the other hosts may start much later.
+        Raises EnvironmentProblem after ready_s_max, and ChildDied if a child process dies.
         """
         give_up_s = time.monotonic() + self.options.ready_s_max
         reported, reported_s = "", 0.0
@@ -228,7 +228,7 @@ class Launcher:
         return now
 
     def _start_tritons(self) -> None:
-        """Start all Tritons at once. They need each other only when requests arrive."""
+        """Start all Tritons at once, because they need each other only when requests arrive."""
         self._worker_names = self._worker_folders.names()
         if self.plan.frontend is not None:
             self.frontend = self._frontend(self.plan.frontend)
@@ -247,7 +247,7 @@ class Launcher:
         )
 
     def _add_worker(self, name: str) -> None:
-        """Add the Triton of one worker folder, without starting it."""
+        """Add the Triton of one worker folder. `supervise` or the caller starts it."""
         planned = {worker.model: worker for worker in self.plan.workers}.get(name)
         fixed = Endpoints(planned.listen_grpc, called_grpc=planned.grpc) if planned else None
         self.workers[name] = WorkerTriton(name, self._triton_setup, fixed)
@@ -257,12 +257,12 @@ class Launcher:
         return launch_plan.command_of_node(self.plan, node, segment, self.state_dir)
 
     def wait_ready(self) -> list[ModelState]:
-        """Wait until every model is ready. Raises EnvironmentProblem after `ready_s_max` and, on a
-        single machine, if a model does not load; the error then has the model's message."""
+        """Wait until every model is ready. Raises EnvironmentProblem after `ready_s_max`. On a
+        single machine, it also raises the error with the message of a model that does not load."""
         if self.plan.deployment:
             return self._wait_ready_among_others()
         give_up_s = time.monotonic() + self.options.ready_s_max
-        refusals: dict[str, None] = {}  # an ordered set: Triton retries and logs a refusal again
+        refusals: dict[str, None] = {}  # ordered set, because Triton repeats a refusal at a retry
         while True:
             for child in self.children:
                 child.check_alive()
@@ -276,9 +276,9 @@ class Launcher:
                     for load in triton.take_loads()
                     if load.reason
                 }
-            if refusals:  # the start failed, so the conductor must not wait for workers any longer
+            if refusals:  # the start has failed, so the conductor must stop waiting for workers
                 self._files.mark_stopping()
-            # A Triton answers only after it tried each of its models once.
+            # A Triton answers after it has tried to load each of its models once.
             is_complete = all(answer is not None for _, answer in answers)
             if refusals and (is_complete or time.monotonic() > give_up_s):
                 raise environment.EnvironmentProblem(
@@ -292,7 +292,7 @@ class Launcher:
 
     def _wait_ready_among_others(self) -> list[ModelState]:
         """`wait_ready` for a deployment's host. A model that does not load does not end the start,
-        because it may need another host or an edit. Raises ChildDied as `supervise` does."""
+        because it may load after a change of another host or of its settings."""
         give_up_s = time.monotonic() + self.options.ready_s_max
         reported_s = time.monotonic()
         while True:
@@ -314,7 +314,7 @@ class Launcher:
             time.sleep(0.1)
 
     def _check_time(self, give_up_s: float, states: list[ModelState]) -> str:
-        """The names of the models that are not ready; "Triton" if no model is known to be unready.
+        """The names of the models that are not ready, or "Triton" if there are no such models yet.
         Raises EnvironmentProblem after `give_up_s`."""
         waiting = ", ".join(each.name for each in states if not each.is_ready) or "Triton"
         if time.monotonic() > give_up_s:
@@ -327,9 +327,9 @@ class Launcher:
     def supervise(self) -> list[Restart]:
         """Copy edits of models to the mirrors that Tritons poll, and restart processes that died.
 
-        Call it often while serving. Other processes reconnect to a restarted process, and KV stays
-        in the storage nodes that are alive. Raises ChildDied if the etcd member, the directory, a
-        storage node or the frontend's Triton may not be restarted any more.
+        To be called several times per second. Other processes reconnect to a restarted process. KV
+        stays in living storage nodes. Raises ChildDied if the etcd member, the directory, a storage
+        node or the frontend's Triton has no restart left.
         """
         restarts = restarts_of(self.children)
         for child in self.children:
@@ -345,8 +345,8 @@ class Launcher:
         return [*restarts, *(self._gateways.supervise() if self._gateways else ())]
 
     def _supervise_folders(self, alive: dict[Triton, set[str]]) -> None:
-        """Add a Triton for each new worker folder, and drain the Tritons of removed folders. Drain
-        also a worker with outdated certificates; a later call adds it again."""
+        """Add a Triton for each new worker folder, and drain the Tritons of removed folders. A
+        process with outdated certificates is restarted in its turn; a worker drains before."""
         self._worker_names = self._worker_folders.names()
         self._leaving = [worker for worker in self._leaving if not worker.drain(alive[worker])]
         gone = self.workers.keys() - self._worker_names
@@ -357,7 +357,7 @@ class Launcher:
             self._etcd.finish(OTHERS_STOP_S)
             self._etcd.start_again()
         elif renewed:
-            gone.add(renewed)  # its folder is still there, so a later call adds it again
+            gone.add(renewed)  # a later call adds the worker again, because its folder exists
         for name in gone:
             self._leaving.append(self.workers.pop(name))
         busy = {worker.name for worker in self._leaving}
@@ -381,11 +381,10 @@ class Launcher:
         return [load for triton in self._tritons() for load in triton.take_loads()]
 
     def deployment_news(self) -> list[DeploymentState]:
-        """Changes of the state of etcd and the directory since the last call."""
         return self._watch.news() if self._watch is not None else []
 
     def states(self) -> list[ModelState]:
-        """All models; not ready while their Triton does not answer. Any thread may call this."""
+        """As `all_states`. Any thread may call this."""
         return all_states([(triton, triton.states()) for triton in self._tritons()])
 
     def settings(self) -> dict[str, object]:
@@ -407,11 +406,11 @@ class Launcher:
     def stop(self) -> None:
         """End all processes and remove their files, in this order:
 
-        1. The gateways and the frontend's Triton, so that their clients send no more requests.
+        1. The gateways and then the frontend's Triton, so that no more requests arrive from them.
         2. The workers' Tritons. On a deployment's host, requests of other frontends are first
            moved to other workers, because a Triton that takes too long is killed.
         3. Storage nodes, directory and etcd member. On a single machine they end together. On a
-           deployment's host they end one by one, because each deregisters at the next.
+           deployment's host they end in this order, because each deregisters at the next one.
         """
         give_up_s = time.monotonic() + STOP_S_MAX
         self._files.mark_stopping()
@@ -419,7 +418,7 @@ class Launcher:
             self._metrics.close()
         if self._watch is not None:
             self._watch.close()
-        if self._gateways and self._gateways.children:  # before their frontend
+        if self._gateways and self._gateways.children:
             self._end([*self._gateways.children], GATEWAY_STOP_S)
             give_up_s = time.monotonic() + STOP_S_MAX
         self._end([self.frontend.child if self.frontend else None], FRONTEND_STOP_S)
@@ -430,8 +429,8 @@ class Launcher:
             )
         left_s = give_up_s - time.monotonic()
         self._end([each.child for each in workers], left_s - OTHERS_STOP_S)
-        self._renewal.close()  # so that another host gets the turn to restart processes
-        if self.plan.deployment:  # nodes deregister at the directory, which resigns in etcd
+        self._renewal.close()  # so that another host gets the turn (renewal.py)
+        if self.plan.deployment:
             give_up_s = time.monotonic() + FLEET_OTHERS_STOP_S
             self._end([*self._nodes], give_up_s - time.monotonic() - 2.0)
             self._end([self._directory], give_up_s - time.monotonic() - 1.0)
@@ -440,7 +439,7 @@ class Launcher:
         self._files.remove()
 
     def _end(self, children: list[ChildProcess | None], within_s: float) -> None:
-        """Send SIGTERM to all, wait for at most `within_s`, then kill all process groups."""
+        """Send SIGTERM to all, wait for at most `within_s`, and then kill all process groups."""
         running = [child for child in children if child is not None]
         give_up_s = time.monotonic() + within_s
         for child in running:
@@ -464,7 +463,7 @@ class Launcher:
         return bool(self._env.get(api_keys.VARIABLE))
 
     def _secret(self) -> str:
-        """The secret of calls between processes. On a single machine, each call makes a new one."""
+        """The secret of calls between processes. On a single machine, each call here makes one."""
         if not self.plan.deployment:
             return launch_secret.make_secret()
         if self._keys is not None:
@@ -500,7 +499,7 @@ class Launcher:
             remedy = "run from the project's root, name one with --model-repository, or make one "
             remedy += "with `mooncake init FOLDER`"
             if plan.deployment:
-                remedy = "`mooncake cluster render` makes it"
+                remedy = "`mooncake cluster render models` writes it"
             raise environment.EnvironmentProblem(
                 f"there is no model repository at {self.repository}; {remedy}"
             )
@@ -538,8 +537,8 @@ class Launcher:
         return env
 
     def _triton_command(self, triton: Triton, endpoints: Endpoints) -> Command:
-        """The command of a Triton's next process. Removes the previous process's shared memory."""
-        part = f"triton{triton.number}-"  # a number, because one name can be the prefix of another
+        """The command of a Triton's next process. Removes shared memory of the previous process."""
+        part = f"triton{triton.number}-"  # a name could be the prefix of another name
         self._files.remove_part(part)
         prefix = f"{self.name}-{part}"
         arguments = common_arguments(
@@ -556,5 +555,5 @@ class Launcher:
         else:
             self._renewal.started(triton.name)
             arguments += worker_arguments(self._admin_key, self._keys)
-        # Workers register this address in the directory.
+        # A worker registers this address in the directory.
         return Command(arguments, self._env | {"MOONCAKE_GRPC": endpoints.called})

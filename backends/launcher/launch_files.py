@@ -1,12 +1,12 @@
 """The files of one launcher in shared memory and in /tmp, and the files of dead launchers.
 
-The name of each such file begins with the launcher's own name. The launcher holds an exclusive
-flock on NAME.lock during its life, and the kernel releases the flock however the launcher ends.
-The files of a launcher are in use while its lock is held. Process ids cannot replace the lock.
+The name of each file begins with NAME, the launcher's own name. The launcher holds an exclusive
+flock on NAME.lock during its life, and the kernel releases the flock however the launcher ends. So
+the files of a launcher are in use while its lock is held. Process ids cannot replace the lock.
 Containers may share /dev/shm without sharing pids, so the pid of a live launcher may be unknown
-here, and the pid of a dead launcher may be in use.
+here, and the pid of a dead launcher may belong to another process.
 
-Only files of this user are removed. Files without a lock file stay: their launcher may be alive.
+Only files of this user are removed. Files without a lock stay, as their launcher may be alive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake_store.memory.segment_file import create_locked, try_lock, unlink_i
 
 SHM = Path("/dev/shm")
 LOCK_SUFFIX = ".lock"
-STOPPING = "stopping"  # name of a file in the socket folder, which exists while the launch stops
+STOPPING = "stopping"  # a file of this name in the socket folder means that the launch stops
 _LOCK_NAME = re.compile(r"(mooncake-\d+-[0-9a-f]{8})\.lock")
 
 
@@ -37,7 +37,7 @@ class LaunchFiles:
         self._shm = shm
         self.name = f"mooncake-{os.getpid()}-{secrets.token_hex(4)}"
         self._lock_path = str(shm / f"{self.name}{LOCK_SUFFIX}")
-        self._lock = create_locked(self._lock_path)  # before all files that it protects
+        self._lock = create_locked(self._lock_path)  # created before the files that it protects
         try:
             self.socket_dir = self._make_socket_dir()
         except BaseException:
@@ -45,8 +45,8 @@ class LaunchFiles:
             raise
 
     def _make_socket_dir(self) -> Path:
-        """Make the socket folder outside the state folder, because socket paths must be short, and
-        ASCII for Triton's stubs. /tmp replaces a $TMPDIR that is too long or not ASCII."""
+        """Make the socket folder in $TMPDIR, or in /tmp if $TMPDIR is too long or not ASCII. Socket
+        paths must be short, and Triton's stubs accept only ASCII paths."""
         parent = Path(tempfile.gettempdir())
         parent = parent if holds_sockets(parent) else SHORT_PLACE
         try:
@@ -58,11 +58,10 @@ class LaunchFiles:
             ) from None
 
     def path(self, name: str) -> Path:
-        """The path of one of this launcher's files in shared memory."""
         return self._shm / f"{self.name}-{name}"
 
     def remove_part(self, name: str) -> None:
-        """Remove the files whose names begin with NAME-`name`, after their processes have ended."""
+        """Remove the files whose names begin with NAME-`name`. Their processes must have ended."""
         _remove_all(f"{self.name}-{name}", self._shm, "*")
 
     def mark_stopping(self) -> None:
@@ -71,7 +70,7 @@ class LaunchFiles:
             (self.socket_dir / STOPPING).touch()
 
     def remove(self) -> None:
-        """Remove all files, after the processes have ended. A second call does nothing."""
+        """Remove all files of the launcher. Its processes must have ended. Idempotent."""
         if self._lock < 0:
             return
         _remove_all(self.name, self._shm)
@@ -81,7 +80,7 @@ class LaunchFiles:
 
 
 def remove_leftovers(shm: Path = SHM) -> list[str]:
-    """Remove the files of launchers that were killed; returns the launchers' names."""
+    """Remove the files of launchers that were killed. Return the names of these launchers."""
     removed = []
     for path in sorted(shm.glob(f"mooncake-*{LOCK_SUFFIX}")):
         match = _LOCK_NAME.fullmatch(path.name)
@@ -95,7 +94,7 @@ def remove_leftovers(shm: Path = SHM) -> list[str]:
             is_ours = os.fstat(lock).st_uid == os.getuid()
             if is_ours and try_lock(lock, fcntl.LOCK_EX, keep=True):
                 _remove_all(match[1], shm)
-                unlink_if_same(str(path), lock)  # last, because the lock protects the other files
+                unlink_if_same(str(path), lock)  # last, because the lock file names the others
                 removed.append(match[1])
     return removed
 

@@ -1,8 +1,8 @@
 """The options of `mooncake serve`, and the `HostPlan` that the launcher (launch.py) makes of them.
 
-The plan of a single machine has Unix sockets and no etcd. It lists no workers; the launcher starts
-one for each worker folder of the model repository. The plan of a deployment's host comes from the
-cluster file (cluster/host_plan.py).
+The plan of a single machine has Unix sockets and no etcd. It has no workers, because the launcher
+starts a worker for each worker folder of the model repository. The plan of a deployment's host
+comes from the cluster file (cluster/host_plan.py).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ LOOPBACK = "127.0.0.1"
 class ObserveOptions:
     """The logs and traces of a launch."""
 
-    log_format: str = ""  # "text" or "json"; "": the value of the environment, else "text"
+    log_format: str = ""  # "text" or "json"; "" for that of the environment, which may be unset
     log_bytes_max: int = LOG_BYTES_MAX  # limit of each process's log; >= LOG_BYTES_MIN
-    otlp_endpoint: str = ""  # URL of a trace collector; "": the value of the environment, else none
+    otlp_endpoint: str = ""  # URL of a trace collector; "" for that of the environment, if any
 
     def environment(self) -> dict[str, str]:
-        """The environment variables of the launch's processes."""
+        """The environment variables that pass these options to the processes."""
         given = {FORMAT_VARIABLE: self.log_format, ENDPOINT_VARIABLE: self.otlp_endpoint}
         return {name: value for name, value in given.items() if value}
 
     def problems(self, environment: Mapping[str, str]) -> list[str]:
-        """Every problem with its remedy. `environment` has the processes' other variables."""
+        """Every problem with its remedy. `environment`: the other variables of the processes."""
         found = trace_problems({**environment, **self.environment()})
         if self.log_bytes_max < LOG_BYTES_MIN:
             found.append(f"--log-bytes is {self.log_bytes_max}: give {LOG_BYTES_MIN} or more")
@@ -60,10 +60,10 @@ class ObserveOptions:
 class GatewayOptions:
     """The options of OpenAI's interface."""
 
-    port: int = 0  # 0: the interface is not served
-    workers: int = 1  # gateway processes that share the port
-    certificate: Path | None = None  # PEM file; None: plain HTTP
-    private_key: Path | None = None  # PEM file; None: plain HTTP
+    port: int = 0  # 0 if the interface is not served
+    workers: int = 1  # number of gateway processes that share the port
+    certificate: Path | None = None  # PEM file; None for plain HTTP
+    private_key: Path | None = None  # PEM file; None for plain HTTP
 
     def plan(self, address: str) -> GatewayPlan | None:
         if not self.port:
@@ -76,12 +76,12 @@ class GatewayOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOptions:
-    """The options of a single machine and of a deployment's host."""
+    """The options that a single machine and a deployment's host have in common."""
 
-    is_self_checked: bool = False  # True: every process checks its invariants each second
+    is_self_checked: bool = False  # True if every process checks its invariants each second
     open_apis: tuple[str, ...] = ()  # APIs of Triton that need no admin key (triton_arguments.py)
-    api_keys: Path | None = None  # file of tenants and their API keys; None: no keys
-    settings: ServeSettings = NO_SETTINGS  # values for all models; they override config.pbtxt
+    api_keys: Path | None = None  # file of tenants and API keys; None: MOONCAKE_API_KEYS, if set
+    settings: ServeSettings = NO_SETTINGS  # settings for all models, which override config.pbtxt
     triton_args: tuple[str, ...] = ()  # further arguments of the frontend's tritonserver
     observed: ObserveOptions = ObserveOptions()
     gateway: GatewayOptions = GatewayOptions()  # only on a host with a frontend
@@ -89,7 +89,7 @@ class LaunchOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions(LaunchOptions):
-    """The options of `mooncake serve` on one machine."""
+    """The options of `mooncake serve` on a single machine."""
 
     model_repository: Path
     address: str = LOOPBACK
@@ -99,16 +99,16 @@ class ServeOptions(LaunchOptions):
     metrics_address: str = LOOPBACK
     nodes: tuple[str, ...] = ("s0", "s1")
     store_bytes: int = 1 << 30  # DRAM of each storage node
-    ssd_bytes: int = 0  # SSD space of each storage node; 0: no SSD tier
-    ssd_path: Path | None = None  # None: a folder in state_dir
+    ssd_bytes: int = 0  # SSD space of each storage node; 0 without an SSD tier
+    ssd_path: Path | None = None  # None for a folder in state_dir
     state_dir: Path = Path(".mooncake")
-    ready_s_max: float = 300.0  # limit of the start, in s
+    ready_s_max: float = 300.0  # limit of the start in seconds
 
     def plan(self, socket_dir: Path) -> HostPlan:
         directory, events = directory_address(socket_dir), events_address(socket_dir)
         return HostPlan(
             deployment="",
-            host=str(self.http_port),  # part of the names of its folders
+            host=str(self.http_port),  # becomes a part of names of folders
             address=LOOPBACK,
             listen=LOOPBACK,
             folder=".",
@@ -117,8 +117,8 @@ class ServeOptions(LaunchOptions):
             directory_address=directory,
             events_address=events,
             metrics=f"{self.metrics_address}:{self.metrics_port}",
-            # There is no other host, so NIXL (over UCX) uses only the loopback interface. UCX's
-            # ports check no keys, and UCX ends the process if a network card in use is removed.
+            # Without other hosts, NIXL (over UCX) needs only the loopback interface. UCX's ports
+            # check no keys, and UCX ends the process if a network card that it uses is removed.
             environment={TRUSTED_NICS: ""},
             directory=DirectoryPlan(
                 listen=directory,
@@ -151,7 +151,7 @@ class HostOptions(LaunchOptions):
     """The options of `mooncake serve --cluster FILE --host NAME`, with the plan from the file."""
 
     host_plan: HostPlan
-    ready_s_max: float = float("inf")  # in s; no limit, because other hosts may start much later
+    ready_s_max: float = float("inf")  # seconds; no limit, because other hosts may start much later
 
     def plan(self, socket_dir: Path) -> HostPlan:
         frontend = self.host_plan.frontend
@@ -162,7 +162,7 @@ class HostOptions(LaunchOptions):
 
 
 def fixed_ports(plan: HostPlan) -> dict[str, tuple[str, int]]:
-    """Name of the listener -> (address, port), for every planned TCP port of this host."""
+    """Name of the listener -> (address, port), for every TCP port that the plan names."""
     found = {"metrics": plan.metrics}
     if plan.frontend is not None:
         found |= {"http": plan.frontend.http, "grpc": plan.frontend.grpc}

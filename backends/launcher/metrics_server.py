@@ -1,19 +1,19 @@
 """The metrics port of `mooncake serve`: one page for all Tritons, and their readiness.
 
     GET /metrics   for Prometheus
-    GET /ready     200 once every model serves, else 503; {"models": [{"name", "is_ready"}]}
+    GET /ready     200 while every model serves, else 503; {"models": [{"name", "is_ready"}]}
                    (always 200 on a host without models)
     GET /settings  the served model repository, and the state of each model's newest edit,
                    as JSON (model_settings/running_system.py)
-    GET /live      always 200 while this launcher runs, whatever the Tritons do
+    GET /live      200 while this launcher runs, even if Tritons do not answer
 
 Each Triton and each gateway process serves its own metrics page, and this server merges the pages.
-Metrics of metrics/table.py already have a label for their model; other metrics get the label
-`triton`. The merged page has one HELP and one TYPE line for each metric family. The counters of
-a process that ended are kept, so that no counter decreases. Its gauges are dropped.
+Metrics of metrics/table.py already have a label for their model. All other metrics get the label
+`triton`. The merged page has one HELP and one TYPE line for each metric family. When a process has
+ended, its gauges are dropped. Its counters are kept, so that no counter decreases.
 
-The server runs in threads of the launcher. It fetches the pages for each call of /metrics, and
-once a second, so that few counts are lost when a process dies.
+The server runs in threads of the launcher. It fetches the pages for each call of /metrics. It also
+fetches them every second, so that few counts are lost when a process dies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SUFFIXES = ("_bucket", "_sum", "_count")
 class Family:
     kind: str = "untyped"
     meaning: str = ""
-    samples: dict[str, str] = field(default_factory=dict)  # `name{labels}` -> value as written
+    samples: dict[str, str] = field(default_factory=dict)  # `name{labels}` -> value as text
 
     @property
     def is_counted(self) -> bool:
@@ -81,16 +81,17 @@ def _family_of(sample: str, families: Families) -> str:
 
 
 class MergedPage:
-    """Merges the pages of several Tritons, each with the counts of its earlier processes."""
+    """Merges the pages of Tritons and gateways, including counts of their earlier processes."""
 
     def __init__(self, is_ours: Mapping[str, object]) -> None:
-        self._is_ours = is_ours  # its keys are the families with a label for their model
-        self._incarnations: dict[str, int] = {}  # Triton -> number of its newest process
+        self._is_ours = is_ours  # the keys are the families that have a label for their model
+        # "Triton" stands for a Triton or gateway here. Each of its processes is an incarnation.
+        self._incarnations: dict[str, int] = {}  # Triton -> number of its newest incarnation
         self._pages: dict[str, Families] = {}  # Triton -> page of its newest incarnation
-        self._ended: Families = {}  # sums of the counters of incarnations that ended
+        self._ended: Families = {}  # sums of the counters of earlier incarnations
 
     def take(self, triton: str, incarnation: int, text: str) -> None:
-        """Replace the page of a Triton, unless a newer incarnation has a page already."""
+        """Replace the page of a Triton, unless a newer incarnation already has a page."""
         if incarnation > self._incarnations.get(triton, 0):
             for name, family in self._pages.pop(triton, {}).items():
                 if family.is_counted:
@@ -131,15 +132,15 @@ def _lines(families: Families) -> Iterator[str]:
 
 
 log = logging.getLogger(__name__)
-FETCH_S_MAX = 2.0  # timeout of one page
+FETCH_S_MAX = 2.0  # timeout of the fetch of one page
 FETCH_EVERY_S = 1.0
-SILENT_S_MAX = 10.0  # age of a page at which its gauges are dropped, in s
+SILENT_S_MAX = 10.0  # age in seconds at which the gauges of a page are dropped
 FETCHES_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
-    """The private metrics page of one incarnation of a Triton or gateway."""
+    """The metrics page of one incarnation of a Triton or gateway."""
 
     triton: str  # name of the Triton or gateway
     incarnation: int  # a later incarnation has a larger number
@@ -156,11 +157,11 @@ class MetricsServer:
         settings: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
         """`sources()` lists the pages of running processes. `serves_models()` is False on a host
-        without workers and frontend. This server's threads call all four functions."""
+        without workers and frontend. Threads of this server call all four functions."""
         self._settings = settings
         self._sources, self._states, self._serves_models = sources, states, serves_models
         self._page = MergedPage(METRICS)
-        self._answered_s: dict[str, float] = {}  # Triton -> time of its last page, in s
+        self._answered_s: dict[str, float] = {}  # Triton -> monotonic time of its last page
         self._lock = threading.Lock()
         self._fetchers = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="metrics-fetch")
         self._is_closing = threading.Event()
@@ -173,7 +174,7 @@ class MetricsServer:
             thread.start()
 
     def page(self) -> str:
-        """The merged page, after a fetch of all pages."""
+        """Fetch all pages and merge them."""
         self._fetch()
         with self._lock:
             return self._page.text()
@@ -183,11 +184,11 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         for thread in self._threads:
-            thread.join(timeout=0.2)  # a thread may wait for a hung Triton
+            thread.join(timeout=0.2)  # a thread may still wait for a hung Triton
         self._fetchers.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self) -> None:
-        with self._lock:  # so that a page fetched earlier cannot replace one fetched later
+        with self._lock:  # held during the fetches, so that no older page replaces a newer one
             sources = self._sources()
             texts = list(self._fetchers.map(_fetched, sources))
             now_s = time.monotonic()

@@ -4,20 +4,20 @@ When the host's folder of keys changes, the launcher drains and restarts the out
 at a time, while all other workers of the host serve. A draining worker finishes its requests, and
 new requests are routed to other workers.
 
-Hosts take turns, because an operator may copy new keys to all hosts at once. A role with two
-workers therefore always has one that serves. The host that wins an election in etcd has the turn.
-Without etcd, the host that owns a certain block in the directory has the turn.
+Hosts take turns, because an operator may copy new keys to all hosts at once. If a role has two
+workers on different hosts, one of them therefore always serves. The host that wins an election in
+etcd has the turn. Without etcd, the host that owns a certain block in the directory has the turn.
 
 The etcd member reads its certificate at each handshake, but the trusted authorities (CA file) only
-at its start. When the authorities change, the member is restarted in the same turn, before the
-workers. Only one member restarts at a time, so etcd keeps its quorum.
+at its start. When the authorities change, the member is restarted in the turn of its host, before
+the workers. Only one member restarts at a time, so etcd keeps its quorum.
 
-The steps of a change of authority (keys/authority.py) may follow too fast. Then the other members
-of etcd or the frontends may not trust this host's processes any more. A host that etcd rejects
-cannot get a turn, and a worker that is not trusted never becomes ready. Both are therefore
-restarted without a turn: the etcd member after KEPT_OUT_S, a worker after SILENT_S.
+If the steps of a change of authority (keys/authority.py) follow too fast, other hosts may not trust
+the processes of this host any more. A host that etcd rejects cannot get a turn, and a worker that
+is not trusted never becomes ready. Such processes are therefore restarted without a turn: the etcd
+member after KEPT_OUT_S, a worker after SILENT_S.
 
-ZeroMQ, KV over TCP and the frontends' channels read renewed keys without a restart.
+ZeroMQ, KV over TCP and the channels of frontends read renewed keys without a restart.
 """
 
 from __future__ import annotations
@@ -40,24 +40,25 @@ from mooncake_store.keys.tls import TlsContexts
 from mooncake_store.records.blocks import Slot
 from mooncake_store.wire.addresses import ELECTED
 
-SETTLED_S = 3.0  # seconds without a change of the keys, because a copy changes file by file
+SETTLED_S = 3.0  # seconds without a change before restarts, because keys are copied file by file
 SILENT_S = 5.0  # seconds without readiness after which an outdated worker needs no turn
 WHOLE_S = 2.0  # seconds for which all workers must be ready before the next restart
-TTL_S = 5  # lease of the turn in etcd, in s; also the pause after a failed campaign
-KEPT_OUT_S = 10.0  # seconds of failing calls to etcd after which its member needs no turn
+TTL_S = 5  # lease in seconds of the turn in etcd, and pause after a failed campaign
+KEPT_OUT_S = 10.0  # seconds of failing calls to etcd after which the etcd member needs no turn
 ETCD = "etcd's member"  # name of the etcd member in collections of worker names
-CLOSE_S_MAX = 0.5  # limit of the wait for etcd when the launcher stops, in s
-# The turn without etcd: key and bytes of the block that its owner has allocated.
+CLOSE_S_MAX = 0.5  # limit in seconds of the wait for etcd when the launcher stops
+# Key and size of the block whose owner has the turn if there is no etcd.
 TURN_KEY = hashlib.blake2b(b"renewal", digest_size=KEY_BYTES).digest()
 TURN_BYTES = 4096
-LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0  # block's lease; period and timeout of calls
+# Seconds: lease of this block, period of the calls to the directory, and their timeout.
+LEASE_S, ASK_AGAIN_S, ASK_S_MAX = 15.0, 1.0, 1.0
 
 log = logging.getLogger(__name__)
 
 
 class HostTurn:
     """This host's turn to restart processes, by an election in etcd. The first call of `is_held`
-    starts a campaign in a thread. `give_back` ends the turn."""
+    starts a campaign for the turn in a thread. `give_back` ends the turn."""
 
     def __init__(self, directory_address: str, host: str) -> None:
         self._address, self._host = directory_address, host
@@ -87,7 +88,7 @@ class HostTurn:
             self._thread = None
 
     def is_kept_out(self, now_s: float) -> bool:
-        """Call etcd. True if all such calls failed during the last KEPT_OUT_S."""
+        """Call etcd once. True if all calls of this method have failed for KEPT_OUT_S."""
         try:
             etcd, prefix = parse_address(self._address)
             etcd.get(prefix)
@@ -98,7 +99,7 @@ class HostTurn:
         return self._failing_from_s is not None and now_s - self._failing_from_s >= KEPT_OUT_S
 
     def give_back(self, wait_s: float | None = None) -> None:
-        """End the turn or its campaign. `wait_s` limits the wait for the thread; None: no limit."""
+        """End the turn or the campaign. `wait_s`: limit of the wait for the thread, if not None."""
         self._failing_from_s = None
         self._is_over.set()
         if self._thread is not None:
@@ -109,16 +110,16 @@ class HostTurn:
 
 
 class DirectoryTurn(HostTurn):
-    """The turn without etcd: the owner of the uncommitted block TURN_KEY has the turn. The
-    directory grants an uncommitted block to one owner only, until the owner's lease expires."""
+    """The turn if there is no etcd: the owner of the uncommitted block TURN_KEY has the turn. The
+    directory grants an uncommitted block to only one owner, until the owner's lease expires."""
 
     def __init__(self, directory_address: str, host: str) -> None:
         super().__init__(directory_address, host)
         self._owner = f"renewal of {host}"
         self._client: DirectoryClient | None = None
         self._slot: Slot | None = None
-        self._is_confirmed = False  # the directory confirmed the turn at the last call
-        self.asked_s = float("-inf")  # time of the last call, in s
+        self._is_confirmed = False  # True if the directory confirmed the turn at the last call
+        self.asked_s = float("-inf")  # monotonic time of the last call to the directory
 
     def is_held(self) -> bool:
         now_s = time.monotonic()
@@ -140,7 +141,7 @@ class DirectoryTurn(HostTurn):
             for each in client.stats().nodes
             if each.tier == "dram" and each.is_open and not each.is_draining
         ]
-        node = min(nodes, default="")  # the same for all hosts; it changes as nodes join or drain
+        node = min(nodes, default="")  # all hosts find the same node, until nodes join or drain
         if slot is not None:
             try:
                 if slot.node_id == node and client.renew(self._owner, LEASE_S, slot.epoch):
@@ -162,7 +163,7 @@ class DirectoryTurn(HostTurn):
 
     def give_back(self, wait_s: float | None = None) -> None:
         if self._client is not None:
-            with contextlib.suppress(StoreError):  # then the turn ends with its lease
+            with contextlib.suppress(StoreError):  # if the call fails, the turn ends with the lease
                 self._client.abandon([self._slot] if self._slot else [], self._owner)
             self._client.close()
         self._client = self._slot = None
@@ -175,7 +176,7 @@ def turn_at(directory_address: str, host: str) -> HostTurn:
 
 
 class CertificateRenewal:
-    """Decides which worker to restart now, or the etcd member. The launcher calls `due` often."""
+    """Decides whether to restart a worker or the etcd member. The launcher calls `due` often."""
 
     def __init__(self, keys: Keys | None, turn: HostTurn) -> None:
         self._turn = turn
@@ -183,15 +184,15 @@ class CertificateRenewal:
         if keys is not None:
             paths = [keys.certificate, keys.private_key, keys.authorities]
             self._digests = LiveFiles(paths, lambda: _digests_of(keys))
-        self._started_with: dict[str, str] = {}  # process -> digest of the files it read
+        self._started_with: dict[str, str] = {}  # process -> digest of the files that it read
         self._seen: FileDigests | None = None
-        self._changed_s = float("-inf")  # time of the last change of the files, in s
+        self._changed_s = float("-inf")  # monotonic time of the last change of the files
         self._is_under_way = False  # True from the request for a turn until the turn's end
-        self._whole_from_s: float | None = None  # all processes serve since, in s; None: unknown
-        self._silent_from_s: dict[str, float] = {}  # outdated worker -> not ready since, in s
+        self._whole_from_s: float | None = None  # time since which all processes serve, if known
+        self._silent_from_s: dict[str, float] = {}  # outdated worker -> time since it is not ready
 
     def started(self, worker: str) -> None:
-        """Call when `worker`, or ETCD, starts and reads the current files of keys."""
+        """To be called when `worker`, or ETCD, starts and reads the current files of keys."""
         if self._digests is not None:
             self._started_with[worker] = self._digests.get().read_by(worker)
 
@@ -205,7 +206,7 @@ class CertificateRenewal:
         """The worker to drain and restart now, or ETCD; "" for none. `workers` may contain ETCD.
 
         `is_whole()` is True if all workers and the etcd member serve. `serves(worker)` is True if
-        this worker does. Both are called only while a restart is due or its turn is not over.
+        this worker serves. Both calls are costly, so they are made only while restarts are due.
         """
         if self._digests is None:
             return ""
@@ -216,11 +217,11 @@ class CertificateRenewal:
         if now_s - self._changed_s < SETTLED_S:
             return ""
         if silent := self._silent(stale, serves, now_s):
-            log.info("certificates have changed and %s is not reachable: restarting it", silent)
+            log.info("certificates have changed and %s is not ready: restarting it", silent)
             return silent
         self._is_under_way = True
         if not self._turn.is_held():
-            if not stale:  # other events have restarted the outdated processes
+            if not stale:  # the outdated processes were restarted for other reasons
                 self._end_turn()
             elif stale[0] == ETCD and self._turn.is_kept_out(now_s):
                 return ETCD
@@ -237,14 +238,14 @@ class CertificateRenewal:
         return ""
 
     def _silent(self, stale: Collection[str], serves: Callable[[str], bool], now_s: float) -> str:
-        """An outdated worker that was not ready for SILENT_S; "" for none."""
+        """An outdated worker that was not ready for SILENT_S; "" if there is none."""
         silent = [each for each in stale if each != ETCD and not serves(each)]
         self._silent_from_s = {each: self._silent_from_s.get(each, now_s) for each in silent}
         over = (each for each, from_s in self._silent_from_s.items() if now_s - from_s >= SILENT_S)
         return next(over, "")
 
     def _stale(self, workers: Collection[str], now: FileDigests, now_s: float) -> list[str]:
-        """The processes that started with other files, in the order of their restarts."""
+        """The processes that read older files, in the order in which they must restart."""
         if now != self._seen:
             self._seen, self._changed_s = now, now_s
         found = [
@@ -274,7 +275,7 @@ class FileDigests:
 
 
 def _digests_of(keys: Keys) -> FileDigests:
-    """Raises KeysInvalid while the files do not match, as during a copy of the folder."""
+    """Raises KeysInvalid while the files do not match, for example while they are copied."""
     _ = TlsContexts(keys).server
     authorities = keys.authorities.read_bytes()
     found = hashlib.sha256(keys.certificate.read_bytes() + keys.private_key.read_bytes())

@@ -2,19 +2,19 @@
 
 **Mirror.** Each Triton of the launcher serves a part of the operator's repository
 (triton_process.py) and polls a mirror of this part. The mirror has symbolic links to the operator's
-files, but config.pbtxt is a copy with the launch's options. The operator's files are only read.
+files. Only config.pbtxt is a copy, with the launch's options. The operator's files never change.
 
-Triton reloads a model only when the content of config.pbtxt changes, and it never restarts a
-model's process that died. For such a model, the mirror appends a parameter with a new *incarnation*
-number to its copy, and Triton starts the model again.
+Triton reloads a model only when the content of config.pbtxt changes, and it never restarts the
+process of a model that died. For such a model, the mirror appends a parameter with a new
+*incarnation* number to the copy of config.pbtxt. Triton then starts the model again.
 
-The mirror takes over a folder after its content stayed the same for SETTLED_S. Editors and copies
-write in several steps, and Triton gives up on a model whose version folder is missing. Modification
-times do not count. The mirror refuses a config.pbtxt that Triton could not read: it keeps the
-previous copy and reports file, line and remedy.
+The mirror takes over a folder when its content has not changed for SETTLED_S. The reason is that
+editors and copies write in several steps, and Triton gives up on a model without a version folder.
+Modification times do not count. If Triton could not read a config.pbtxt, the mirror refuses it,
+keeps the previous copy, and reports file, line and remedy.
 
 **Model states.** Triton's API reports which models are ready. Triton's log has the reason why a
-model did not load; the reason is reported without its traceback.
+model did not load, which is reported without the traceback.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from backends.model_settings.serve_settings import (
     served_workers,
 )
 
-SETTLED_S = 0.15  # seconds without a change of a folder's content before the mirror copies it
+SETTLED_S = 0.15  # seconds without a change of a folder after which the mirror takes it over
 # A leading underscore marks a parameter that the launcher adds.
 INCARNATION_PARAMETER = "_incarnation"
 
 
 def backend_of(model: Path) -> str | None:
-    """The backend that the folder's config.pbtxt names; None if it names none or is unreadable."""
+    """The backend that config.pbtxt names. None if the file names none or is unreadable."""
     try:
         raw = read_config(model)
     except ConfigError:
@@ -68,12 +68,12 @@ def backend_of(model: Path) -> str | None:
 
 class WorkerFolders:
     """The prefill and decode workers of the operator's repository. If the options demand more
-    workers of a role than it has folders, further workers use its first folder again."""
+    workers of a role than there are folders, further workers use the first folder of the role."""
 
     def __init__(
         self, repository: Path, settings: ServeSettings = NO_SETTINGS, nodes: Sequence[str] = ()
     ) -> None:
-        """Raises ConfigError if the options demand workers of a role without a folder."""
+        """Raises ConfigError if the options demand workers of a role that has no folder."""
         self._repository = repository
         self._settings, self._nodes = settings, nodes
         self._names: set[str] = set()
@@ -88,16 +88,16 @@ class WorkerFolders:
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Worker folders beyond the number of workers in the launch options; not served."""
+        """Worker folders that are not served, because the options demand fewer workers."""
         return self._served.left_out
 
     def rendered(self, model: str, text: str) -> str:
-        """The text of the mirrored config.pbtxt for a model with the config.pbtxt `text`."""
+        """The text of the mirrored config.pbtxt. `text`: that of the operator's config.pbtxt."""
         number = self._served.made[model][1] if model in self.made else None
         return rendered(self._settings, text, number, self._nodes)
 
     def unreadable(self) -> list[str]:
-        """One message with remedy for each served model whose config.pbtxt cannot be read."""
+        """A message with remedy for each served model whose config.pbtxt cannot be read."""
         found = []
         for model in sorted(path.parent for path in self._repository.glob(f"*/{CONFIG}")):
             if model.name not in self.left_out:
@@ -113,7 +113,7 @@ class WorkerFolders:
         return {path.name: backend_of(path) for path in folders}
 
     def names(self) -> set[str]:
-        """The names of all workers. A folder whose config.pbtxt is unreadable keeps its role.
+        """The names of all workers. A worker whose config.pbtxt became unreadable stays a worker.
         While the repository is unreadable, the names are those of the previous call."""
         try:
             found = self._backends()
@@ -138,41 +138,41 @@ class WorkerFolders:
 
 
 class EditStates:
-    """The state of the newest config.pbtxt of each model: pending, loaded or refused. Any thread
-    may read the states."""
+    """The state of the operator's newest config.pbtxt of each model: pending, loaded or refused.
+    Any thread may read the states."""
 
     def __init__(self) -> None:
         self._now: dict[str, EditState] = {}
-        # Model -> text without comments: of the mirrored copy, and of the copy that Triton loaded.
+        # Model -> text of the mirrored copy, and text that Triton loaded; both without comments.
         self._mirrored: dict[str, str] = {}
         self._loaded: dict[str, str] = {}
-        # Model -> state of the mirrored copy, while the mirror refuses the operator's newest file.
+        # Model -> state of the mirrored copy, for models whose newest file the mirror refuses.
         self._kept: dict[str, EditState] = {}
 
     def mirrored(self, model: str, digest: str, text: str) -> None:
-        """The mirror is about to write `text`, made from the operator's file with this digest."""
+        """Note that the mirror will write `text`. `digest`: that of the operator's file."""
         meaning = without_comments(text)
         before = self._kept.pop(model, self._now.get(model))
         if before is not None and meaning == self._mirrored.get(model):
             self._now[model] = replace(before, digest=digest)
             return
         self._mirrored[model] = meaning
-        # Triton does not reload a model whose refused edit was undone.
+        # If an edit that Triton refused was undone, Triton does not load the model again.
         outcome = LOADED if meaning == self._loaded.get(model) else PENDING
         self._now[model] = EditState(digest, outcome)
 
     def refused(self, model: str, digest: str, reason: str) -> None:
-        """The mirror refused the operator's file with this digest."""
+        """Note that the mirror refused the operator's file with this digest."""
         if model in self._mirrored and (now := self._now.get(model)) is not None:
             self._kept.setdefault(model, now)
         self._now[model] = EditState(digest, REFUSED, reason)
 
     def revived(self, model: str, text: str) -> None:
-        """Triton is about to reload its copy while the mirror refuses the newest file."""
+        """Note that Triton will reload the mirrored copy, while the mirror refuses a newer file."""
         self._mirrored[model] = without_comments(text)
 
     def loaded(self, load: ModelLoad) -> None:
-        """Triton loaded or refused the mirrored copy."""
+        """Note that Triton loaded or refused the mirrored copy."""
         states = self._kept if load.model in self._kept else self._now
         before = states.get(load.model)
         if before is None or load.model not in self._mirrored:
@@ -200,7 +200,7 @@ class ModelFolder:
 
     has_config: bool = False
     raw: bytes = b""  # content of config.pbtxt
-    problem: str = ""  # why config.pbtxt cannot be served, with its remedy; "" if it can
+    problem: str = ""  # reason why config.pbtxt cannot be served, with remedy; "" if it can be
     entries: frozenset[str] = frozenset()  # names of all entries except config.pbtxt
 
 
@@ -214,8 +214,8 @@ class RepositoryMirror:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Empties the folder `target`. The mirror contains the models for which `wants` is True.
-        `workers` adds workers without a folder and renders each config.pbtxt. Without `workers`,
-        the mirror copies each config.pbtxt unchanged."""
+        `workers` renders each config.pbtxt, and adds workers that share a folder. Without
+        `workers`, the mirror copies each config.pbtxt unchanged."""
         self.source = source.resolve()
         self.target = target
         self.edits = EditStates()
@@ -223,38 +223,37 @@ class RepositoryMirror:
         self._workers = workers
         self._clock = clock
         self._incarnations: dict[str, int] = {}
-        # Model -> last content, and the clock time in seconds at which it was first seen.
+        # Model -> last content of its folder, and the time at which this content was first seen.
         self._seen: dict[str, tuple[ModelFolder, float]] = {}
-        self._taken: dict[str, ModelFolder] = {}  # model -> the newest content in the mirror
-        self._refused: dict[str, str] = {}  # model -> why the mirror refuses its newest file
+        self._taken: dict[str, ModelFolder] = {}  # model -> content that the mirror took over
+        self._refused: dict[str, str] = {}  # model -> digest of the refused file, and the problem
         self._news: list[ModelLoad] = []
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
 
     def revive(self, model: str) -> None:
-        """Make Triton start this model again with the same settings, at the next `sync`."""
+        """Make Triton start this model again with the same settings. The next `sync` does it."""
         self._incarnations[model] = self._incarnations.get(model, 0) + 1
 
     def models(self) -> set[str]:
-        """The names of the models in the mirror."""
         return {path.parent.name for path in self.target.glob("*/config.pbtxt")}
 
     def config(self, model: str) -> str:
-        """The mirrored config.pbtxt; "" if the model was removed."""
+        """The text of the mirrored config.pbtxt; "" if the model is not in the mirror."""
         path = self.target / model / "config.pbtxt"
         return path.read_text("utf-8", BYTES) if path.exists() else ""
 
     def take_refusals(self) -> list[ModelLoad]:
-        """Since the last call: edits that the mirror refused, and models whose edit was undone."""
+        """News since the last call: edits that the mirror refused, and refused edits undone."""
         news, self._news = self._news, []
         return news
 
     def sync(self, is_first: bool = False) -> None:
-        """Update the mirror; cheap enough for a call every few hundred milliseconds. `is_first`
-        takes over the folders without waiting for SETTLED_S."""
+        """Update the mirror. To be called every few hundred milliseconds. With `is_first`, folders
+        are taken over without waiting for SETTLED_S."""
         try:
             folders = {path.name for path in self.source.iterdir() if path.is_dir()}
-        except OSError:  # the repository was moved or unmounted; each model is refused for this
+        except OSError:  # the repository was moved or unmounted; each model reports this problem
             folders = set(self._taken)
         if self._workers is not None:
             folders |= self._workers.made.keys()
@@ -264,7 +263,7 @@ class RepositoryMirror:
             if name not in wanted:
                 self._remove(name)
         for name in sorted(wanted):
-            with contextlib.suppress(OSError):  # the mirror's disk is full; the next call retries
+            with contextlib.suppress(OSError):  # a full disk, for example; the next call retries
                 self._sync_model(name, is_first)
 
     def _remove(self, name: str) -> None:
@@ -305,16 +304,16 @@ class RepositoryMirror:
         return ModelFolder(has_config, raw, problem, frozenset(entries - {CONFIG}))
 
     def _judge(self, name: str, folder: ModelFolder) -> None:
-        """Accept a settled folder, or refuse it and report the refusal once."""
+        """Take over a settled folder, or refuse the folder and report the refusal once."""
         taken = self._taken.get(name)
         problem = folder.problem or _lost_backend(name, folder, taken)
         if not problem:
             self._taken[name] = folder
             if self._refused.pop(name, None) and taken is not None and taken.raw == folder.raw:
-                self._news.append(ModelLoad(name))  # Triton does not reload, so it reports nothing
+                self._news.append(ModelLoad(name))  # because Triton will not report a load
             return
         if taken is None and not folder.has_config:
-            return  # config.pbtxt of a new model is not copied yet
+            return  # the operator has not written the config.pbtxt of this new model yet
         report = f"{digest(folder.raw)} {problem}"
         if self._refused.get(name) != report:
             self._refused[name] = report
@@ -329,7 +328,7 @@ class RepositoryMirror:
             value = f'value {{ string_value: "{incarnation}" }}'
             text += f'\nparameters {{ key: "{INCARNATION_PARAMETER}" {value} }}\n'
         # Triton reports an error for a folder without config.pbtxt. A new folder is therefore
-        # filled outside the mirror and then renamed.
+        # filled outside the mirror, and then moved into it.
         made = target if target.exists() else self.target.parent / f".{name}.model"
         made.mkdir(exist_ok=True)
         for link in made.iterdir():
@@ -340,7 +339,7 @@ class RepositoryMirror:
                 (made / entry).symlink_to(source / entry)
         copy, content = made / CONFIG, text.encode("utf-8", BYTES)
         is_new = not copy.exists() or copy.read_bytes() != content
-        # The edit's state changes before Triton can report a load of the copy.
+        # The state of the edit must change before Triton can report a load of the copy.
         if name in self._refused:
             if is_new:
                 self.edits.revived(name, text)
@@ -349,14 +348,14 @@ class RepositoryMirror:
         if is_new:
             partial = self.target.parent / f".{name}.config"
             partial.write_bytes(content)
-            partial.replace(copy)  # last, because Triton loads a folder once it has a config.pbtxt
+            partial.replace(copy)  # last, because Triton loads a model once it has a config.pbtxt
         if made != target:
             made.rename(target)
 
 
 def _lost_backend(name: str, folder: ModelFolder, taken: ModelFolder | None) -> str:
-    """The problem of a config.pbtxt that lost its backend line; "" if it did not. A config.pbtxt
-    without this line is valid, because Triton can guess a model's backend."""
+    """The problem of a config.pbtxt that lost its backend line; "" if it did not. Triton would
+    accept the file without this line, and guess a backend."""
     if taken is None or BACKEND.search(folder.raw.decode("utf-8", BYTES)):
         return ""
     found = BACKEND.search(taken.raw.decode("utf-8", BYTES))
@@ -413,11 +412,11 @@ def ready_by_http(address: str, model: str) -> bool | None:
 
 
 def ready_by_grpc(address: str, model: str) -> bool | None:
-    """As `ready_by_http`. Each call opens a new channel, because a channel backs off after a
-    refused connection."""
-    # gRPC would write each refused handshake to stderr, several per second.
+    """As `ready_by_http`. Each call opens a new channel, because a known channel would wait longer
+    and longer after a refused connection."""
+    # By default, gRPC writes each refused handshake to stderr, several per second.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    import grpc  # imported here, because users of TritonLog alone do not need it
+    import grpc  # imported here, because not all users of this module need it
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
     from backends.worker_tls import worker_channel
@@ -434,25 +433,25 @@ def ready_by_grpc(address: str, model: str) -> bool | None:
 
 
 class TritonLog:
-    """Reads Triton's log incrementally: loads and refusals of models, and ports that are taken."""
+    """Reads loads and refusals of models, and taken ports, from the new part of Triton's log."""
 
     def __init__(self, log_path: Path) -> None:
         self._log_path = log_path
         self._log_offset = 0
-        # Why this incarnation lacks one of its ports; "" if it has all. Triton keeps running if
-        # another process has taken the metrics port.
+        # Reason why this incarnation lacks one of its ports; "" if it has all of them. Without its
+        # metrics port, Triton does not exit.
         self.service_problem = ""
-        self._refused: dict[str, str] = {}  # model -> why Triton refused its newest edit
-        # True after the worker logged that it serves, until Triton logs its load or refusal.
+        self._refused: dict[str, str] = {}  # model -> reason why Triton refused its newest edit
+        # True from the worker's log line that it serves until Triton logs its load or refusal.
         self.is_load_pending = False
 
     def moved(self, length_bytes: int) -> None:
-        """Adapt to the removal of `length_bytes` from the front of the file."""
+        """Note that `length_bytes` were removed from the start of the file."""
         self._log_offset = max(0, self._log_offset - length_bytes)
 
     def news(self) -> list[ModelLoad]:
-        """Loads and refusals since the last call. Triton retries a refused model at every poll.
-        Equal refusals are reported once, until the model loads or fails for another reason."""
+        """Loads and refusals since the last call. Triton retries a refused model at every poll, so
+        equal refusals are returned once, until the model loads or fails for another reason."""
         try:
             with self._log_path.open("rb") as log:
                 if os.fstat(log.fileno()).st_size < self._log_offset:
@@ -483,8 +482,8 @@ class ModelLoad:
     """Triton loaded a model, or Triton or the mirror refused its config.pbtxt."""
 
     model: str
-    reason: str = ""  # why the model was refused; "" if it was loaded
-    is_new: bool = False  # True if the model was refused and Triton serves no older settings
+    reason: str = ""  # reason why the model was refused; "" if it was loaded
+    is_new: bool = False  # True if Triton serves no older settings of the model
 
 
 SERVICE = re.compile(r"failed to start \w+ service[^\"\n]*")
@@ -501,7 +500,7 @@ LOAD = re.compile(
 
 
 def loads(log_text: str) -> list[ModelLoad]:
-    """The loads and refusals in Triton's log, in the log's order."""
+    """The loads and refusals in a text of Triton's log, in order."""
     return [
         ModelLoad(match["loaded"])
         if match["loaded"]
@@ -511,7 +510,7 @@ def loads(log_text: str) -> list[ModelLoad]:
 
 
 def tidy_reason(reason: str) -> str:
-    """The model's own message, without the traceback and status codes that Triton adds."""
+    """The message of the model, without the traceback and status codes that Triton adds."""
     reason = reason.strip().removesuffix('"').replace("\\n", "\n")  # the log escapes line ends
     reason = re.sub(r"^(Internal|Invalid argument|Unavailable): ", "", reason)
     reason = re.sub(r"\n\nAt:\n.*", "", reason, flags=re.DOTALL)

@@ -1,9 +1,9 @@
 """The command lines of Tritons: ports, polled repository, and the admin key for restricted APIs.
 
 Some APIs of Triton are dangerous. A client that registers shared memory with Triton can read and
-write the storage nodes' segments. A client can end serving by unloading models, and fill a disk by
-traces or logs. These APIs therefore require the admin key. Health and inference stay open, and on
-the frontend's Triton also metadata, configuration and statistics.
+write the storage nodes' segments. Clients can unload models, and fill a disk with traces or logs.
+These APIs therefore require the admin key. Health and inference are open to all clients. On the
+frontend's Triton, metadata, configuration and statistics are open too.
 
 Each launch makes a new key and keeps it in a file that only the operator can read. Triton accepts
 the key only as an argument. The key therefore protects against the network, but not against users
@@ -31,7 +31,7 @@ from backends.worker_tls import server_arguments
 from mooncake_store.keys.folder import Keys
 
 OUR_BACKENDS = ("preprocessing", "postprocessing", "conductor", "prefill", "decode")
-FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # limit of Triton's wait for running requests at its exit
+FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # seconds that Triton waits for running requests at its exit
 RESTRICTED_APIS = ("shared-memory", "model-repository", "trace", "logging")
 # A worker's Triton serves only readiness probes and the inference calls of frontends.
 WORKER_RESTRICTED_APIS = (*RESTRICTED_APIS, "metadata", "model-config", "statistics")
@@ -61,12 +61,12 @@ class AdminKey:
 
     def remove(self) -> None:
         """Remove the file, unless another launch has replaced it."""
-        with contextlib.suppress(OSError):  # also if the state folder is not a folder
+        with contextlib.suppress(OSError):
             if self._path.read_text() == self._key:
                 self._path.unlink()
 
     def for_clients(self, open_apis: Collection[str]) -> list[str]:
-        """The restrictions of the frontend's Triton; [] if all APIs are open."""
+        """The arguments that restrict APIs of the frontend's Triton; [] if all APIs are open."""
         closed = [api for api in RESTRICTED_APIS if api not in open_apis]
         options = ("--http-restricted-api", "--grpc-restricted-protocol")
         return [f"{option}={self._rule(closed)}" for option in options if closed]
@@ -81,7 +81,7 @@ class AdminKey:
 def common_arguments(
     server: Path, repository: Path, backends: Path, endpoints: Endpoints, shm_prefix: str
 ) -> list[str]:
-    """The arguments of every Triton. `shm_prefix` is the prefix of its shared memory names."""
+    """The arguments of every Triton. `shm_prefix`: prefix of the names of its shared memory."""
     return [
         str(server),
         f"--model-repository={repository}",
@@ -105,10 +105,10 @@ def common_arguments(
 def frontend_arguments(
     admin_key: AdminKey, open_apis: Sequence[str], more: Sequence[str], is_traced: bool = False
 ) -> list[str]:
-    """The further arguments of the frontend's Triton. The operator gives `more`.
+    """The further arguments of the frontend's Triton. `more`: arguments from the operator.
 
     With tracing, Triton copies the gRPC metadata `traceparent` to a request parameter of this name.
-    Triton 2.51 also copies the HTTP header, except for requests to /generate.
+    Triton 2.51 also copies the HTTP header of this name, except for requests to /generate.
     """
     forwarded = [f"--grpc-header-forward-pattern=(?i){TRACEPARENT}"] if is_traced else []
     return [
@@ -121,8 +121,8 @@ def frontend_arguments(
 
 
 def worker_arguments(admin_key: AdminKey, keys: Keys | None) -> list[str]:
-    """The further arguments of a worker's Triton. The limit of pings is off, because frontends
-    (frontend/grpc_calls.py) ping more often than a gRPC server accepts by default."""
+    """The further arguments of a worker's Triton. Pings are not limited, because frontends
+    (frontend/grpc_calls.py) send more pings than a gRPC server accepts by default."""
     return [
         f"--exit-timeout-secs={WORKER_EXIT_S}",
         "--allow-cpu-metrics=false",
@@ -138,7 +138,7 @@ def listening(service: str, address: str) -> list[str]:
 
 
 def stage(triton: TritonInstall, folder: Path) -> Path:
-    """Replace `folder` by Triton's Python backend and our backends; returns `folder`."""
+    """Replace the content of `folder` by Triton's Python backend and our backends."""
     if folder.exists():
         shutil.rmtree(folder)
     python = folder / "python"

@@ -2,13 +2,13 @@
 
 The models that clients call share one Triton, the *frontend's*, on the public ports. Each prefill
 and decode worker has a Triton of its own, so that a hung, aborted or killed worker process affects
-no other model (docs/decisions/0017). A worker's Triton listens on loopback. In a deployment of
-several hosts, it listens at the host's address, so that frontends of other hosts can call it.
+no other model (docs/decisions/0017). On a single machine, a worker's Triton listens on loopback. In
+a deployment, it listens at the host's address, so that frontends of other hosts can call it.
 
-Each model instance runs in a process of its own (Triton's Python stub), a child of tritonserver.
-`Stubs` finds these processes, because Triton keeps reporting a model as ready after its stub died.
+Each model runs in a process of its own (Triton's Python *stub*), a child of tritonserver. `Stubs`
+finds these processes, because Triton reports a model as ready even after its stub has died.
 
-Not here: which Tritons there are (launch.py), reading Triton's log (repository.py).
+Not here: which Tritons a host has (launch.py), reading Triton's log (repository.py).
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ STUB = "triton_python_backend_stub"
 
 
 class Stubs:
-    """Finds the stub processes of all Tritons with one scan of /proc. Processes that are no child
-    of a Triton are inspected once and then skipped."""
+    """Finds the stub processes of all Tritons with one scan of /proc. A process that is not a child
+    of a Triton is inspected once, and skipped in later scans."""
 
     def __init__(self) -> None:
-        self._strangers: set[str] = set()  # pids of live processes that are no child of a Triton
+        self._strangers: set[str] = set()  # pids of live processes that are not a Triton's children
 
     def models_alive(self, triton_pids: Collection[int]) -> dict[int, set[str]]:
-        """Pid of a tritonserver -> names of its models that have a live process."""
+        """Pid of each tritonserver -> names of its models that have a live process."""
         found: dict[int, set[str]] = {pid: set() for pid in triton_pids}
         pids = set(filter(str.isdigit, os.listdir("/proc")))
         self._strangers &= pids  # the kernel may reuse the pid of a process that ended
@@ -68,8 +68,8 @@ class Stubs:
 
 
 def end_orphans(launches: Collection[str]) -> None:
-    """Kill the stubs of dead launches. A stub whose Triton is killed during a load can wait for
-    ever. Names of a launch's shared memory begin with the name of the launch, as in `launches`."""
+    """Kill the stubs of dead launches, because a stub whose Triton is killed during a load can wait
+    for ever. `launches`: names of launches, with which names of their shared memory begin."""
     prefixes = tuple(f"{name}-" for name in launches)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -78,7 +78,7 @@ def end_orphans(launches: Collection[str]) -> None:
 
 
 def _stub_arguments(pid: str) -> list[str]:
-    """The command line of a stub process; [] for any other process."""
+    """The command line of a process if it is a stub; [] if not."""
     arguments = Path(f"/proc/{pid}/cmdline").read_text("utf-8", "surrogateescape").split("\0")
     is_stub = len(arguments) > 1 and Path(arguments[0]).name == STUB
     return arguments if is_stub else []
@@ -86,26 +86,26 @@ def _stub_arguments(pid: str) -> list[str]:
 
 FRONTEND = "frontend"
 LOOPBACK = "127.0.0.1"
-CRASHES_MAX = 2  # restarts of a Triton that crashes before its first readiness
+CRASHES_MAX = 2  # number of restarts of a Triton that crashes before its first readiness
 PROMISED: dict[str, list[int]] = {}  # process name -> ports of its newest incarnation
 INCARNATIONS = itertools.count(1)  # numbers the incarnations of all Tritons of this launcher
-NUMBERS = itertools.count(1)  # numbers the Tritons; a restart keeps a Triton's number
-DRAIN_S_MAX = 45.0  # limit of a drain, in s; a worker ends its requests after 30 s at most
+NUMBERS = itertools.count(1)  # numbers the Tritons; a restarted Triton keeps its number
+DRAIN_S_MAX = 45.0  # limit in seconds of a drain; a worker ends its requests after at most 30 s
 END_S_MAX = 5.0  # seconds from SIGTERM to SIGKILL
-# Limit, in s, between two log lines: the worker serves, and Triton has loaded the model. Usually
-# this takes milliseconds. Triton 2.51 waits for ever for a stub that paused during its load. By
-# then the directory lists the worker, but every call to the worker fails.
+# Limit in seconds from the worker's log line that it serves to Triton's log line that the model is
+# loaded. Usually this takes milliseconds. Triton 2.51 waits for ever for a stub that paused during
+# the load. The directory then lists the worker, but every call to it fails.
 LOAD_PENDING_S_MAX = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Listening addresses of one incarnation (process) of a Triton: HOST:PORT; "" if disabled."""
+    """Addresses of one incarnation (process) of a Triton, each HOST:PORT; "" if it is disabled."""
 
     grpc: str
     metrics: str = ""
     http: str = ""
-    called_grpc: str = ""  # address that callers use for gRPC; "" if it equals `grpc`
+    called_grpc: str = ""  # address to which callers connect; "" if that is `grpc`
 
     @property
     def called(self) -> str:
@@ -114,10 +114,10 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """A process or model died and is started again."""
+    """The restart of a process or model that died."""
 
     name: str
-    pause_s: float = 0.0  # seconds until the start; > 0 if the process keeps dying
+    pause_s: float = 0.0  # seconds until the start; > 0 if the process died several times
 
     @property
     def text(self) -> str:
@@ -130,7 +130,7 @@ def promised_ports() -> set[int]:
 
 
 def restarts_of(children: Iterable[ChildProcess]) -> list[Restart]:
-    """Supervise child processes; returns those that died and are started again."""
+    """Supervise child processes. Return those that died and are started again."""
     pauses = ((child.name, child.supervise()) for child in children)
     return [Restart(name, pause_s) for name, pause_s in pauses if pause_s is not None]
 
@@ -144,11 +144,12 @@ class TritonSetup:
     log_dir: Path
     cwd: Path
     command_of: Callable[[Triton, Endpoints], Command]  # the command of the next incarnation
-    listen: str = LOOPBACK  # address to bind; unused with planned addresses, as the next two
-    called: str = LOOPBACK  # address that callers use
-    ports: tuple[int, int] = (PORT_MIN, PORT_MAX)  # lowest port, highest port + 1
+    # The next three fields are for Tritons without planned addresses.
+    listen: str = LOOPBACK  # address to bind
+    called: str = LOOPBACK  # address to which callers connect
+    ports: tuple[int, int] = (PORT_MIN, PORT_MAX)  # (lowest port, highest port + 1)
     log_bytes_max: int = LOG_BYTES_MAX
-    folders: WorkerFolders | None = None  # None: each config.pbtxt is mirrored unchanged
+    folders: WorkerFolders | None = None  # as `workers` of RepositoryMirror
 
 
 class Triton:
@@ -159,8 +160,8 @@ class Triton:
     def __init__(
         self, name: str, setup: TritonSetup, fixed: Endpoints | None, wants: Callable[[str], bool]
     ) -> None:
-        """Does not start the process. `fixed` are the planned addresses. With None, each start
-        chooses a free gRPC port from `setup.ports`. The metrics service always gets a free port of
+        """Does not start the process. `fixed`: the planned addresses, or None if each start chooses
+        a free gRPC port from `setup.ports`. The metrics service always gets a free port of
         loopback. `wants(model)` is True if this Triton serves the model."""
         self.name = name
         self.number = next(NUMBERS)
@@ -169,10 +170,10 @@ class Triton:
         self.log_path = setup.log_dir / f"{name}.log"
         self._log = TritonLog(self.log_path)
         self._command_of = setup.command_of
-        self.endpoints: Endpoints | None = None  # of the newest incarnation
+        self.endpoints: Endpoints | None = None  # addresses of the newest incarnation
         self.incarnation = 0  # number of the newest incarnation; 0 before the first start
         self.child: ChildProcess | None = None
-        self._starts = 0  # `child.starts` of the incarnation to which the state below belongs
+        self._starts = 0  # value of `child.starts` at the last call of `_began`
         self._crashes = 0  # crashes before the first readiness; 0 <= _crashes <= CRASHES_MAX
         self._loaded: set[str] = set()  # models that the newest incarnation loaded
         self._with_process: set[str] = set()  # models that had a process at the last `supervise`
@@ -220,18 +221,18 @@ class Triton:
 
     @property
     def pid(self) -> int | None:
-        """None while the process does not run."""
+        """The process id; None while the process does not run."""
         return self.child.pid if self.child is not None and self.child.is_alive else None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
-        """Copy edits to the mirror; restart what died. `alive`: models with a live process."""
+        """Copy edits to the mirror, restart processes. `alive`: models with a live process."""
         self.mirror.sync()
         if self.child is None:
             return []
         restarts = [Restart(model) for model in self._died(alive)]
-        self._log.moved(self.child.bound_log())  # after _died, which read the whole log
+        self._log.moved(self.child.bound_log())  # after `_died`, which reads the log before
         if self.child.is_alive and self.service_problem():
-            self.child.kill()  # a port is taken; the next incarnation chooses its free ports again
+            self.child.kill()  # a port is taken, and the next incarnation chooses other ports
         pause_s = self.child.supervise()
         if pause_s is not None:
             restarts.append(Restart(self.name, pause_s))
@@ -240,39 +241,39 @@ class Triton:
         return restarts
 
     def _died(self, alive: set[str]) -> list[str]:
-        """Models whose process died, and which are started again without a restart of Triton."""
+        """The models whose process died and which Triton starts again without being restarted."""
         self._read_log()
-        # Each failed attempt to load a model starts and ends a process. Only a loaded model
-        # without a process has therefore died.
+        # Each failed attempt to load a model starts and ends a process. Only a model that was
+        # loaded and has no process any more has died.
         died = (self._with_process & self.mirror.models() & self._loaded) - alive
         self._with_process = set(alive)
         return [model for model in sorted(died) if self._revive(model)]
 
     def _revive(self, model: str) -> bool:
         if 'backend: "conductor"' in self.mirror.config(model) and self.child is not None:
-            # Triton would leave the clients of open streams waiting for ever, and may abort when
-            # the model restarts. A new Triton fails their requests at once.
+            # If only the model restarted, Triton might abort, and clients of open streams would
+            # wait for ever. The end of the Triton fails their requests at once.
             self.child.kill()
             return False
         self.mirror.revive(model)
         return True
 
     def service_problem(self) -> str:
-        """Why this incarnation lacks one of its ports; "" if it has all."""
+        """The reason why this incarnation lacks one of its ports; "" if it has all of them."""
         self._read_log()
         return self._log.service_problem
 
     def supervise_start(self) -> str:
-        """Supervise Triton until its first readiness. Returns why Triton cannot start, else "".
+        """Supervise Triton until its first readiness. Return the reason why it cannot start, or "".
 
-        If an unplanned port is taken, Triton is restarted with another port. A Triton that a signal
-        ended is restarted up to CRASHES_MAX times: on a busy machine, Triton 2.51 sometimes aborts
+        If an unplanned port is taken, Triton is restarted with another port. A crashed Triton is
+        restarted up to CRASHES_MAX times, because Triton 2.51 sometimes aborts on a busy machine
         while it creates shared memory. Raises ChildDied if Triton exited or crashed more often.
         """
         if self.child is None:
             self.mirror.sync()
             return ""
-        problem = self.service_problem()  # without its gRPC port Triton exits by itself
+        problem = self.service_problem()
         if problem and (self._fixed is None or "Metrics" in problem):
             self._start_again(self.child)
             return ""
@@ -291,7 +292,7 @@ class Triton:
 
     def _read_log(self) -> None:
         if self.child is None:
-            return  # the file is from an earlier launch
+            return  # the log file may be that of an earlier launch
         for load in self._log.news():
             self.mirror.edits.loaded(load)
             if not load.reason:
@@ -299,7 +300,7 @@ class Triton:
             self._loads.append(replace(load, is_new=load.model not in self._loaded))
 
     def states(self) -> list[ModelState] | None:
-        """The state of each model; None while Triton does not answer. Triton answers only after it
+        """The state of each model. None while Triton does not answer, which it does after it has
         tried to load each model once. Any thread may call this."""
         endpoints = self.endpoints
         if endpoints is None:
@@ -317,7 +318,7 @@ class Triton:
 
 
 class WorkerTriton(Triton):
-    """A worker's Triton. It starts when the mirror has the worker's folder, and ends by a drain."""
+    """A worker's Triton. It starts once the worker is in the mirror, and ends after a drain."""
 
     make_policy = GrowingPauses
 
@@ -350,21 +351,21 @@ class WorkerTriton(Triton):
             self.child.kill()
 
     def _revive(self, model: str) -> bool:
-        """Kill this Triton, which serves no other model; `supervise` then restarts it."""
+        """Kill this Triton, because it serves no other model. `supervise` then restarts it."""
         assert self.child is not None
         self.child.kill()
         return False
 
     def drain(self, alive: set[str]) -> bool:
-        """Drain the worker for at most DRAIN_S_MAX, then end its Triton. Call until True."""
+        """Drain the worker for at most DRAIN_S_MAX, then end its Triton. True if it has ended."""
         now_s = time.monotonic()
         if self._draining_from_s is None:
             self._draining_from_s = now_s
-        self.mirror.sync()  # Triton unloads the model; its process ends after its last request
+        self.mirror.sync()  # removes the model, so its process ends after the last request
         if self.child is None:
             return True
         if not self.child.is_alive:
-            self.child.kill()  # kills stubs that are left in its process group
+            self.child.kill()  # kills the stubs that are left in Triton's process group
             return True
         if self._ending_from_s is None:
             if alive and now_s - self._draining_from_s < DRAIN_S_MAX:
