@@ -122,7 +122,7 @@ class Conductor:
     # Directory events
 
     def on_snapshot(self, snapshot: Snapshot, now_s: float) -> None:
-        """Replace the known cluster by a snapshot. Workers in both keep their reservations."""
+        """Replace the known cluster by a snapshot. Workers in the snapshot keep reservations."""
         now_s = self._advance(now_s)
         nodes = {info.node_id: info.incarnation for info in snapshot.nodes}
         for node_id, known in list(self._cluster.nodes.items()):

@@ -13,9 +13,9 @@ the order key and sends it to the worker (PrefillRequest.place_s). It can thus p
 requests run before a new one.
 
 **Sharing.** The prompts of a step wait until the step ends. If `sharing` prompts end in a step, one
-more prompt of `tokens` tokens delays each of them by `per_token_s * tokens`. Without the additional
-prompt, it and the later prompts (`behind` in number) would each wait `base_s` longer, for the
-overhead of one more step. The prompt is added if its delays are at most these savings:
+more prompt of `tokens` tokens delays each of them by `per_token_s * tokens`. If this prompt is not
+added, the prompt and all prompts after it (`behind` prompts) wait for one more step, which has an
+overhead of `base_s`. The prompt is added if the delays are at most these savings:
 
     sharing * tokens <= behind * overhead_tokens,    overhead_tokens = base_s / per_token_s
 

@@ -31,7 +31,7 @@ Column = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-RATIO_FRESH_S = 2.0  # seconds after which ratios are recomputed; their sums decay 4.5 % in it
+RATIO_FRESH_S = 2.0  # seconds after which ratios are recomputed; their sums have decayed by 4.5 %
 # Rank of a worker = its requests x REQUESTS_RANK + the number of the last request routed to it.
 REQUESTS_RANK = 2.0**40
 
