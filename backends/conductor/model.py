@@ -64,8 +64,8 @@ class TritonPythonModel:
         self.store = metrics.StoreWatch(self.cluster.client)
         shown = metrics.Shown(self.frontend, self.store, started_at_s)
         self.metrics = triton_io.metrics_loop(model, "conductor", metrics.show, shown)
-        # Workers load in other Tritons, so they may register later. If the launch stops meanwhile,
-        # the launcher creates the file STOPPING, which ends the wait.
+        # Workers load in other Tritons, so they may register later. The launcher ends this wait by
+        # the file STOPPING, which exists while the launch stops.
         stopping = os.path.join(os.environ["MOONCAKE_SOCKETS"], STOPPING)
         self.cluster.wait_for_a_pair(PAIR_WAIT_S, lambda: os.path.exists(stopping))
 

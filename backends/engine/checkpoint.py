@@ -7,7 +7,7 @@ mapped file would cause a SIGBUS while the engine serves.
 `weights_id` is a hash of the config and of every tensor's name, dtype, shape and content. If a
 checkpoint is larger than HASHED_BYTES_MAX, only evenly spaced samples of each large tensor are
 hashed, which saves time. Training and merging change whole tensors and thus the hash. A change
-between the samples does not change the hash. Tensors may move to other files without a new hash.
+between the samples does not change the hash. Which file has a tensor does not matter for the hash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from backends.engine.model_config import CheckpointError, read_json
 SCALAR_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 HEADER_BYTES_MAX = 100_000_000  # limit of the safetensors format
 HASHED_BYTES_MAX = 256 * 1024**2  # largest checkpoint whose tensors are hashed completely
-SAMPLES_PER_TENSOR = 16  # of a tensor that is not hashed completely
+SAMPLES_PER_TENSOR = 16  # number of samples of a tensor that is not hashed completely
 SAMPLE_BYTES = 4096  # size of one sample
 
 COMPUTED_SUFFIX = "rotary_emb.inv_freq"  # RoPE frequencies of old checkpoints; not read
@@ -118,8 +118,8 @@ class Checkpoint:
         ]
 
     def read(self, name: str) -> NDArray[np.uint8]:
-        """The bytes of a tensor, in the dtype and shape of its entry. Raises CheckpointError if the
-        file has become shorter."""
+        """The bytes of a tensor. Its dtype and shape are in `entries`. Raises CheckpointError if
+        the file has become shorter."""
         entry = self.entries[name]
         raw = np.fromfile(
             entry.path, dtype=np.uint8, count=entry.size_bytes, offset=entry.offset_bytes

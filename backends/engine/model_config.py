@@ -27,7 +27,7 @@ FAMILIES = {
     "Qwen3ForCausalLM": "qwen3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
-MISTRAL_WINDOW_TOKENS = 4096  # sliding window of a Mistral without the key sliding_window
+MISTRAL_WINDOW_TOKENS = 4096  # sliding window if a Mistral's config.json has no such key
 T = TypeVar("T")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -41,7 +41,7 @@ class RopeConfig:
     factor: float = 1.0  # ratio of the extended to the original context; > 0
     low_freq_factor: float = 1.0  # only `llama3`
     high_freq_factor: float = 4.0  # only `llama3`; above low_freq_factor
-    original_context_tokens: int = 0  # context without the factor; > 0 for `llama3` and `yarn`
+    original_context_tokens: int = 0  # context before the extension; > 0 for `llama3` and `yarn`
     beta_fast: float = 32.0  # only `yarn`
     beta_slow: float = 1.0  # only `yarn`
     table_factor: float = 1.0  # multiplies cosines and sines; 1 except for `yarn`
@@ -61,7 +61,7 @@ class LatentConfig:
 
     @property
     def row(self) -> int:
-        """Number of scalars that a page holds per token and layer: the latent and the rotated k."""
+        """Number of scalars per token and layer in a page: the latent and the rotated part of k."""
         return self.rank + self.rotary_dim
 
     @property
@@ -119,7 +119,7 @@ class ModelConfig:
 
     @property
     def model_id(self) -> str:
-        """Family and shape. The checkpoint's path is not part of it: hosts may have other paths."""
+        """Family and shape. The checkpoint's path is left out, because it may differ per host."""
         return f"{self.family}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
 
     def stage_layers(self, stage: int, stages: int) -> LayerRange:
@@ -186,7 +186,7 @@ def quantised_kv(folder: Path) -> str | None:
 
 
 def _has_quantised_weights(quantization: Any) -> bool:
-    """Whether weights are quantised. Assumed for every unknown quantisation method."""
+    """Whether weights are quantised. Every unknown method counts as quantisation of weights."""
     if not isinstance(quantization, Mapping):
         return bool(quantization)
     groups = quantization.get("config_groups") or {}
@@ -267,7 +267,7 @@ def _parsed(
     read = _Reader(raw, found)
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     kv_heads = read.integer("num_key_value_heads", default=heads)
-    # The default of head_dim is 128 in transformers' Qwen3Config, and hidden // heads elsewhere.
+    # The default is 128 in transformers' Qwen3Config. Other families have hidden // heads.
     head_dim = read.integer("head_dim", default=128 if family == "qwen3" else hidden // heads or 1)
     latent = _latent(read) if family == "deepseek_v3" else None
     if latent is not None:

@@ -13,8 +13,8 @@ Steps, in this order, as in transformers' logits processors except where stated:
    frequency_penalty x count + presence_penalty (OpenAI, vLLM; not in transformers).
 3. min_tokens: end ids are impossible before this many output tokens. Tokens that the grammar
    matcher of a JSON schema rejects are impossible too.
-4. If temperature is 0 or top_k is 1, the token with the largest logit is the result. Among equal
-   logits the lowest id is. The steps below are then left out.
+4. If temperature is 0 or top_k is 1, the result is the token with the largest logit. Among equal
+   logits, the lowest id is chosen. Steps 5 and 6 are left out.
 5. temperature, top_k (0: off), top_p, min_p, in this order. Where top_k or top_p cuts between equal
    logits, the lower ids are kept. vLLM applies min_p before top_p, which matters if both are set.
 6. The kept tokens are put in order of their ids. The token is the first one whose cumulative

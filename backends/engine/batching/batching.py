@@ -26,13 +26,13 @@ by layer. Its KV is in layer ring buffers, which take fewer pages than all layer
 prompt takes part in a step only if its next layer is loaded and the ring buffers have room for that
 layer. Between the steps, other prompts can overtake it. A layer-wise prompt is admitted when at
 most LAYERWISE_AHEAD_MAX unfinished layer-wise prompts are before it in the order. Exception: a
-mostly cached prompt is prefilled in chunks, so that it can share a step (`_has_rings`).
+mostly cached prompt that is not too long is prefilled in chunks, so that it can share a step.
 
 Decode: each step computes one token of every started request. The queue is first come, first
 served, and a level of priority counts as PRIORITY_S of waiting. If the head of the queue lacks
 pages or a slot, running requests after the head in this order are preempted, the last one first.
-Their KV moves to the store, and they wait at their old queue positions. The order is total and does
-not change after `prioritise`, so two requests can never preempt each other in turn.
+The KV of a preempted request moves to the store, and the request waits at its old queue position.
+The order does not change after `prioritise`, so two requests never preempt each other in turn.
 
 Not here: the memory of the pages (kv_memory.py), rejection by predicted load (conductor/).
 """
@@ -51,7 +51,7 @@ from conductor.queue_order import ALWAYS, shares_step, short_step_tokens
 from mooncake_store.layout import blocks_touched
 
 LAYERWISE_AHEAD_MAX = 1  # one layer-wise prompt is computed while the next one loads its prefix
-WHOLE_STEPS_MAX = 4  # longest prompt that `_has_rings` calls short, in steps of `chunk_tokens`
+WHOLE_STEPS_MAX = 4  # a mostly cached prompt of up to so many `chunk_tokens` is not layer-wise
 
 PRIORITY_S = 10.0  # seconds of waiting that equal one level of priority
 
@@ -517,7 +517,7 @@ class DecodeBatching(Admission):
         return chosen if lacking <= 0 else []
 
     def preempt(self, request_id: str) -> list[int]:
-        """Queue a running request again. Returns its pages, whose KV the caller has to save."""
+        """Queue a running request again. Returns its pages; call `saved` after saving their KV."""
         pages = self._pages.pop(request_id)
         self.context_tokens -= self._started.pop(request_id)
         self._saving[request_id] = len(pages)
@@ -527,7 +527,7 @@ class DecodeBatching(Admission):
         return pages
 
     def saved(self, request_id: str) -> None:
-        """Record that the save of a preempted request's KV ended. It may be admitted again."""
+        """Record that the save of a preempted request's KV ended; then it can be admitted again."""
         self._saving.pop(request_id, None)
 
     def _may_have_pages(self, request_id: str) -> bool:

@@ -3,9 +3,9 @@
 The KV of a layer must be in the engine's memory only while that layer is loaded, computed or
 stored. So a prompt needs at most three layers at a time: one is loaded, one is computed, and one is
 stored. A page holds all layers of one block of KV. A *layer ring buffer* holds LAYERS_AT_ONCE
-consecutive layers of one block, and layer l overwrites layer l - LAYERS_AT_ONCE. A page has room
-for several ring buffers, so a layer-wise prompt takes fewer pages. If a page has no room for two
-ring buffers, each block takes a whole page.
+consecutive layers of one block, and layer l overwrites layer l - LAYERS_AT_ONCE. Usually a page has
+room for several ring buffers, so a layer-wise prompt takes fewer pages. If a page has no room for
+two ring buffers, each block takes a whole page.
 
 Not here: the order of prompts (batching.py), loading and storing (workers/).
 """
@@ -20,8 +20,8 @@ LAYERS_AT_ONCE = 3  # one layer is loaded, one is computed, one is stored
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """Places ring buffers in the memory of all pages, a sequence of layers: those of page 0 first.
-    Ring buffer n has the layers [n * layers_at_once, (n + 1) * layers_at_once) of this sequence."""
+    """Places of ring buffers in the pages. All pages together are one sequence of layers. Ring
+    buffer n has the layers [n * layers_at_once, (n + 1) * layers_at_once) of this sequence."""
 
     layers: int  # layers in a page, >= 1
 
@@ -37,7 +37,7 @@ class RingLayout:
 
     @property
     def _whole_rings(self) -> int:
-        # At most this many first layers of a page belong to a ring buffer of the page before.
+        # At most this many first layers of a page belong to a ring buffer of an earlier page.
         across = 0 if self.layers % LAYERS_AT_ONCE == 0 else LAYERS_AT_ONCE - 1
         return (self.layers - across) // LAYERS_AT_ONCE
 
@@ -63,9 +63,9 @@ class LayerRings:
     numbers: Sequence[int]  # numbers[i] is the ring buffer of block i
 
     def page_offset_bytes(self, block: int, layer: int) -> int:
-        """Offset of an imagined page of this block, whose layer `layer` is in the ring buffer.
+        """The offset of `layer` in the block's ring buffer, minus layer * layer_bytes.
 
-        Code for pages adds layer * layer_bytes to this offset. So the result may be negative."""
+        Code for pages adds layer * layer_bytes to a page's offset. The result may be negative."""
         size = self.shape.layers_at_once
         return (self.numbers[block] * size + layer % size - layer) * self.layer_bytes
 
