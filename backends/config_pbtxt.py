@@ -123,7 +123,7 @@ class PrefillConfig(WorkerConfig):
     chunk_tokens: int = 512  # longest prefill step in tokens; bounds the wait of the next prompt
     # Whether long prompts are computed layer by layer (engine/batching/batching.py).
     layerwise: bool = True
-    queue_requests_max: int = 512  # most waiting prompts; further new requests are rejected
+    queue_requests_max: int = 512  # largest number of waiting prompts; new ones are then rejected
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
@@ -143,8 +143,8 @@ class PrefillConfig(WorkerConfig):
 class DecodeConfig(WorkerConfig):
     """Parameters in model_repository/decode_*/config.pbtxt."""
 
-    slots: int = 32  # most sequences in the decode batch, 1 to 4096
-    queue_requests_max: int = 512  # most waiting requests; further new requests are rejected
+    slots: int = 32  # largest number of sequences in the decode batch, 1 to 4096
+    queue_requests_max: int = 512  # largest number of waiting requests; new ones are then rejected
 
     def problems(self) -> list[str]:
         found = WorkerConfig.problems(self)
@@ -257,15 +257,15 @@ class FrontendConfig:
     """Parameters in model_repository/conductor/config.pbtxt that are not in conductor/config.py."""
 
     checkpoint: str = "demo"  # source of tokenizer and chat template; the workers' checkpoint
-    requests_max: int = 256  # most requests in flight, 1 to 4096; each may hold a thread
+    requests_max: int = 256  # limit of requests in flight, 1 to 4096; each may hold a thread
     attempts_max: int = 3  # a request fails after so many attempts in which a worker died or failed
     # While several tenants have requests: largest part of requests_max that one of them may use.
     tenant_requests_share: float = 0.5
     cancel_poll_s: float = 0.1  # seconds between checks for disconnected clients, 0.01 to 1
     output_tokens_default: int = 256  # max_tokens of a request that has none
-    messages_per_s_max: int = 0  # to all streaming clients together; 0: depends on the cores
+    messages_per_s_max: int = 0  # limit for all streaming clients together; 0: by number of cores
     recording_folder: str = ""  # folder for recorded traffic (see path_beside); "": do not record
-    recording_bytes_max: int = 2**30  # most bytes of all recordings; the oldest are deleted
+    recording_bytes_max: int = 2**30  # limit for all recordings together; the oldest are deleted
 
     def problems(self) -> list[str]:
         found = [] if self.checkpoint else ["checkpoint must be 'demo' or a Hugging Face folder"]

@@ -17,8 +17,8 @@ GRPC_NEVER_SENT = "failed to connect"  # part of gRPC's error text for a call th
 # its host closes or resets the connection, and the text is another one.
 LINK_CUT = ("timed out", "no route to host", "unreachable", "keepalive", "ping timeout")
 
-# Parts of our error texts: the client's `timeout_ms` has passed; the frontend makes no further
-# attempt, because the request's deadline has passed.
+# Parts of our error texts. The first: the client's `timeout_ms` has passed. The second: the
+# deadline for further attempts has passed.
 TIMEOUT_PASSED, DEADLINE_PASSED = "its timeout of", "its deadline has passed"
 DEADLINE_WORDS = (TIMEOUT_PASSED, DEADLINE_PASSED)
 
@@ -33,7 +33,7 @@ class ServingError(Exception):
 
 
 class Overloaded(ServingError):
-    """The request exceeds a limit of conductor, frontend, tenant, worker or storage node."""
+    """The request is rejected, for example because of load, a full queue or a tenant's limit."""
 
     def __init__(self, kind: str, reason: str, retry_after_s: float) -> None:
         """`kind`: a machine-readable reason. `retry_after_s`: seconds until a retry may succeed."""

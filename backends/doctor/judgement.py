@@ -106,8 +106,8 @@ def torch_findings(facts: HostFacts) -> Iterator[Finding]:
             "torch build",
             f"torch {facts.torch} is built for CUDA {facts.torch_cuda}, "
             "but this host has no GPU, so gigabytes of CUDA libraries are unused",
-            "install torch's build for CPUs in a new environment, because the NVIDIA packages stay "
-            "in the old one",
+            "install torch's build for CPUs in a new environment, because pip would not remove the "
+            "NVIDIA packages",
         )
     elif facts.gpus and not facts.torch_cuda:
         yield warning(
@@ -175,7 +175,7 @@ def page_findings(facts: HostFacts) -> Iterator[Finding]:
             "mount -o remount,huge=advise /dev/shm, before storage nodes start",
         )
     else:
-        yield Finding("huge pages", "none in /dev/shm, but no GPU or RDMA card here needs them")
+        yield Finding("huge pages", "none in /dev/shm; without GPU and RDMA card none are needed")
     if facts.numa_nodes > 1:
         yield note(
             "NUMA",

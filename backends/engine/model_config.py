@@ -461,7 +461,7 @@ def _eos_token_ids(
     return tuple(token_id for token_id in values if isinstance(token_id, int))
 
 
-SHOWN_MAX = 20  # problems in one message; a wrong number of layers alone causes hundreds
+SHOWN_MAX = 20  # limit of problems in one message; a wrong number of layers causes hundreds
 
 
 class CheckpointError(Exception):

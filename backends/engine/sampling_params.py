@@ -42,7 +42,7 @@ class SamplingParams:
     """Sampling of one request. `problems` checks the ranges below. The defaults are greedy."""
 
     max_tokens: int  # output tokens; 1 <= max_tokens <= SamplingLimits.output_tokens_max
-    min_tokens: int = 0  # end ids and stop words are ignored before so many tokens; <= max_tokens
+    min_tokens: int = 0  # least output tokens before an end id or stop word; 0 to max_tokens
     temperature: float = 0.0  # 0 <= temperature <= TEMPERATURE_MAX; 0: greedy
     top_k: int = 0  # >= 0; 0: all tokens, 1: greedy
     top_p: float = 1.0  # 0 < top_p <= 1; 1: off
