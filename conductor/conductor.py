@@ -112,7 +112,7 @@ class Conductor:
         self._gate = Gate(config)
         self._balance = None if config.role_flips == "off" else RoleBalance(self._cluster)
         is_reserved = LOAD_POLICIES[config.admission] is load_reserved
-        self._loads = None if is_reserved else decode_loads  # None: columns of the reserved loads
+        self._loads = None if is_reserved else decode_loads  # None: the pool has the reserved loads
         self._compiled = CompiledDecision.of(self._cluster)
         self._now_s = float("-inf")
         self._totals = _Totals()

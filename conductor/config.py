@@ -34,7 +34,7 @@ class ConductorConfig:
     # Service levels. By default, a request predicted to exceed one of them is rejected at once.
     ttft_slo_s: float = 30.0  # time to first token
     tbt_slo_s: float = 1.0  # time between tokens
-    # True: rejections for a service level, for room or for fair shares become Route.advice.
+    # If True, a rejection for a service level, for room or for fair shares becomes Route.advice.
     advisory: bool = False
     # The decode load that admission checks (admission.py). reserved: all requests that decode or
     # are in prefill. predictive: the load at the end of this prefill. predictive_lengths: as

@@ -9,8 +9,8 @@ Plain shortest-first order starves long prompts. Ageing bounds the wait of a lon
 `work_s` is the predicted prefill time of the tokens that are not cached. A request that arrives
 more than `wait_s_max` after another one never overtakes it. `stretch = 0` is first come, first
 served. An order key never changes, so a worker can keep its queue in a heap. The conductor computes
-the order key and sends it to the worker (PrefillRequest.place_s). It can thus predict which of its
-requests run before a new one.
+the order key and sends it to the worker (PrefillRequest.place_s). The conductor can thus predict
+which of its requests run before a new one.
 
 **Sharing.** The prompts of a step wait until the step ends. If `sharing` prompts end in a step, one
 more prompt of `tokens` tokens delays each of them by `per_token_s * tokens`. If this prompt is not
@@ -23,7 +23,7 @@ Short prompts at the front of a long queue share steps. A long prompt is not add
 prompt's step (docs/reference/conductor.md, "Sharing a prefill step").
 
 **Making way.** While the cached prefix of the first prompt is being loaded, the engine computes
-later prompts. A step cannot be interrupted, so a long one would delay the first prompt. These steps
+later prompts. A step cannot be interrupted, so a long step would delay the first prompt. Such steps
 have at most MAKING_WAY * overhead_tokens tokens, rounded up to whole blocks.
 
 Not here: the queues, predicted (prefill_queue.py) and real (backends/engine/batching/batching.py).

@@ -378,7 +378,7 @@ class _PoolReader:
         if any(worker.grpc_port > PORT_MAX for worker in workers):
             section.note(
                 "grpc_port",
-                f"is {port}, and the following ports, for further workers of a host, go beyond "
+                f"is {port}, and further workers of a host need the following ports, beyond "
                 f"{PORT_MAX}: use a lower one",
             )
         elastic = self._elastic()

@@ -146,7 +146,7 @@ def drain(
     deadline_s: Annotated[float, typer.Option(help="Seconds after which draining stops.")] = 600.0,
     keys_of: KeysOf = "",
 ) -> None:
-    """Drain a host before a stop: requests finish or move, blocks only on it are copied."""
+    """Drain a host before a stop: requests finish or move, and blocks only on it are copied."""
     with shown_mistakes():
         deployment = load(cluster)
         if host not in deployment.hosts and not deployment.elastic_pools:

@@ -126,7 +126,7 @@ def _of_public(deployment: Deployment, model: str, text: str) -> dict[str, str]:
 
 
 def template(role: str, parameters: Mapping[str, str], templates: Mapping[str, str]) -> str:
-    """The template of a worker: the first model of its role and engine, or else of its role."""
+    """The template of a worker: the first model of its role with its engine, else with any."""
     alike = [text for _, text in sorted(templates.items()) if backend_named(text) == role]
     if not alike:
         raise TemplateMissing(

@@ -4,8 +4,8 @@ When the host's folder of keys changes, the launcher drains and restarts the out
 at a time, while all other workers of the host serve. A draining worker finishes its requests, and
 new requests are routed to other workers.
 
-Hosts take turns, because an operator may copy new keys to all hosts at once. If a role has two
-workers on different hosts, one of them therefore always serves. The host that wins an election in
+Hosts take turns, because an operator may copy new keys to all hosts at once. If a role has at least
+two workers, one of them therefore always serves. The host that wins an election in
 etcd has the turn. Without etcd, the host that owns a certain block in the directory has the turn.
 
 The etcd member reads its certificate at each handshake, but the trusted authorities (CA file) only

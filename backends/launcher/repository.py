@@ -2,7 +2,7 @@
 
 **Mirror.** Each Triton of the launcher serves a part of the operator's repository
 (triton_process.py) and polls a mirror of this part. The mirror has symbolic links to the operator's
-files. Only config.pbtxt is a copy, with the launch's options. The operator's files never change.
+files. Only config.pbtxt is a copy, with the launch's options. The operator's files are only read.
 
 Triton reloads a model only when the content of config.pbtxt changes, and it never restarts the
 process of a model that died. For such a model, the mirror appends a parameter with a new

@@ -56,7 +56,7 @@ class DecodeRefusal:
 def refusal(
     there: BatchOnArrival, tokens: int, estimate: DecodeEstimate, tbt_slo_s: float
 ) -> DecodeRefusal | None:
-    """The refusal of a request with `tokens` KV tokens; None: accepted. `tbt_slo_s` 0: no limit."""
+    """The refusal of a request with `tokens` KV tokens, or None. `tbt_slo_s` 0 means no limit."""
     assert tokens > 0 and tbt_slo_s >= 0, (tokens, tbt_slo_s)
     if tbt_slo_s == 0 or not there.sequences:
         return None

@@ -1,26 +1,26 @@
 """Weighted max-min fair shares between tenants, and cost cuts inside a tenant, under overload.
 
-A limit on predicted TTFT alone ignores the cost of a request. Under overload, the queue is then so
-long that a short prompt just keeps the limit and a long prompt never does. Fair shares therefore
-hold the queue well below the limit. `backlog` is the mean of the prefill seconds queued per worker,
-`target = backlog_share x ttft_slo_s`, and work is admitted at the rate
+A limit on predicted TTFT alone ignores the cost of a request. Under overload, this limit keeps the
+queue so long that a short prompt just meets the limit, and a long prompt never does. Fair shares
+therefore hold the queue well below the limit. `backlog` is the mean of the prefill seconds queued
+per worker, `target = backlog_share x ttft_slo_s`, and work is admitted at the rate
 
     capacity = workers x (1 + (target - backlog) / ttft_slo_s)      [prefill seconds per second]
 
 The backlog thus approaches the target with the time constant ttft_slo_s. While decode workers are
-full, the capacity is lower. While they have room, a backlog up to half the target admits all.
+full, the capacity is lower. If they have room, all requests are admitted up to half the target.
 
 The capacity is divided among tenants max-min fairly, with the weights `tenant_shares`. Frontends
-exchange the demand of each tenant. A frontend takes a part of each tenant's share, in proportion to
-the tenant's demand there. A tenant that is granted less than its demand loses the costliest
-requests of each class of prompt length. A request of class c is admitted if its cost is below
-cut[c]. All classes have the same cut, except that a class below its floor gets a higher one:
+exchange the demand of each tenant. A frontend takes a part of a tenant's share, in proportion to
+the tenant's demand at this frontend. A tenant that is granted less than its demand loses the
+costliest requests of each class of prompt length. A request of class c is admitted if its cost is
+below cut[c]. All classes have the same cut, except that a class below its floor gets a higher one:
 
     admitted share of c >= length_share_min x admitted share of all classes
 
 A cut is a position in a histogram of costs with four buckets per octave. It admits whole buckets
 and a part of the next bucket. Costs are often equal, so a *credit* selects the requests of the next
-bucket. Each request there adds the part to the credit, and is admitted if the credit reaches one.
+bucket. Each of them adds the part to the credit, and is admitted if the credit reaches one.
 `FairShare` passes each `Demand` the weights of its decayed sums (forward_decay.py). It plans cuts
 at most once in PLAN_S, so a decision needs few operations.
 

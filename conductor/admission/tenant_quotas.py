@@ -219,8 +219,8 @@ class TenantQuotas:
         return window
 
     def tick(self, now_s: float, held: Callable[[], Collection[str]]) -> None:
-        """Drop requests older than request_s_max, unless `held()` has their ids: those requests are
-        still held by this frontend. `held` is called only if there are requests as old as that."""
+        """Drop requests older than request_s_max, except those that this frontend still holds.
+        `held()` returns the ids of the held requests. It is called only if there are old ones."""
         old = []
         for request_id, entry in self._admitted.items():  # oldest first
             if now_s - entry.at_s < self._request_s_max:

@@ -6,9 +6,9 @@ batch is predicted from these counts and the last report:
 
     joined now = unattributed + min(confirmed, reported) + fresh
 
-*Unattributed* requests are reported but not reserved. Another frontend routed them, or this
-conductor did before a restart. A report may lack a fresh request. It is assumed to include the
-request, so that no request counts twice.
+*Unattributed* requests are reported but not reserved, because another frontend or an earlier
+process of this frontend routed them. A report may or may not include a fresh request. It is assumed
+to include each fresh request, so that no request counts twice.
 
 A report may still include requests whose end is known here. Recently finished requests are
 therefore subtracted from the report, and do not count as unattributed. If the end of a request was

@@ -21,7 +21,7 @@ all answers. A new request decodes from the end of its prefill, beside requests 
 
 The curves of all workers are rows of one table, which a decision interpolates for all at once.
 Reservations and ends of requests update the sums. Each report recomputes the curve with current
-ages and without rounding errors of earlier sums. No request waits for this.
+ages and without rounding errors of earlier sums. No request waits for a recomputation.
 
 **Expected arrivals** are requests that have not arrived yet, but will join the decode workers
 before this request. At each decode worker, the expected number that joins before t is

@@ -7,9 +7,9 @@ twice and no value falls below zero:
 
 - A report *confirms* a reservation that is at least report_lag_s older than the report. Other
   reservations keep their predictions.
-- If the report has fewer requests than there are confirmed reservations, the difference is taken as
-  done, in the order of keys. If the remaining confirmed reservations have more tokens than the
-  report, their tokens are reduced in the same order.
+- If the report has fewer requests than there are confirmed reservations, the missing requests count
+  as done, from the front of the queue. If the remaining confirmed reservations have more tokens
+  than the report, their tokens are reduced, from the front of the queue too.
 - If the report has more tokens than predicted, no reservation changes. The reason is that a worker
   counts a prompt as uncached until it has looked up the prefix.
 - If the report has more requests than there are reservations, the surplus is *unattributed*: from
@@ -18,9 +18,9 @@ twice and no value falls below zero:
 
 The *head* is the reservation that is being computed. With `preempts`, a request of smaller order
 key overtakes the head between two chunks, and the head keeps its computed chunks. Without
-`preempts`, the worker finishes a prompt that has begun. Between two reports, unattributed work
-shrinks with time, and then the head does, down to zero. A head that takes longer than predicted
-does not reduce the predicted work of later reservations.
+`preempts`, the worker finishes a prompt that has begun. Between two reports, the elapsed time
+reduces first the unattributed work and then the head, to no less than zero. A head that takes
+longer than predicted does not reduce the predicted work of later reservations.
 
 The work of a pipeline group is that of its slowest stage, because the next prompt begins while the
 other stages compute the last chunk of a prompt (estimates/pipeline.py).

@@ -15,10 +15,10 @@ debt reaches the price of the cheapest worker, this worker flips, and the debt f
 The prices paid are thus at most the losses of waiting. The total cost is at most twice the cost
 with knowledge of the future (the argument of ski rental).
 
-These workers are never flipped:
+The controller never flips these workers:
 
 - the last worker of a role, and the last one that can hold the longest requests of its role,
-- more workers of a pool at a time than one, or than one in DRAINING_SHARE of a larger pool,
+- a worker of a pool of n workers, while max(1, n / DRAINING_SHARE) of them flip already,
 - a worker in warm-up (worker.py) or of a pipeline group,
 - any worker while another one drains without an order of this controller, because an operator or
   another frontend has then started a change.

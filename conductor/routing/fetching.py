@@ -4,7 +4,7 @@ A node holds a run of leading blocks of the prompt. The first blocks of the run 
 the others are on its SSD. Predicted seconds until the blocks are available:
 
     local DRAM    0, because the memory is mapped
-    local SSD     bytes / SSD rate, because a worker always restores these blocks
+    local SSD     bytes / SSD rate; the worker always restores these blocks
     remote DRAM   the sender's queue + latency + bytes / link rate
     remote SSD    as remote DRAM, at the slower of the link and the sender's SSD
 

@@ -5,8 +5,8 @@ For each prefill worker (Algorithm 1 of the Mooncake paper, with the queue order
     plan     how much of the prefix is fetched, and from where (fetching.py)
     wait     the queued work that runs before this request (prefill_queue.py)
     ttft     wait + transfer + prefill + handover          all predicted, in seconds
-    delay    prefill x the number of requests that this request overtakes. In a pipeline group,
-             the prefill time without the fill time (estimates/pipeline.py) delays them.
+    delay    prefill x the number of requests that this request overtakes. The fill time of a
+             pipeline group (estimates/pipeline.py) delays no request and is not counted.
 
 The policy (policies.py) combines these terms into a cost. The chosen pair of a prefill worker p and
 a decode worker d, both with room, minimises one objective in seconds: the time until the expected

@@ -49,8 +49,8 @@ STATE_BYTES = 8 << 30  # volume size for logs and etcd's data, in addition to th
 LIVE, WAITING = "mooncake_requests_live", "mooncake_requests_waiting"  # docs/metrics.md
 INSTANCE = "app.kubernetes.io/instance"
 SERIES_LABEL = "app_kubernetes_io_instance"  # the same label in Prometheus
-LIVE_PER_WORKER = 16  # autoscaling target: live requests of the deployment / workers of the pool
-WAITING_PER_WORKER = 4  # autoscaling target: requests waiting at workers of the pool / workers
+LIVE_PER_WORKER = 16  # autoscaling target: live requests of the deployment per worker of the pool
+WAITING_PER_WORKER = 4  # autoscaling target: requests that wait per worker of the pool
 CALM_S = 300  # seconds of low load before a pool shrinks, because each removal moves requests
 
 
