@@ -234,7 +234,7 @@ def render_systemd(
             name = systemd.unit_name(deployment, plan.host)
             path = _write(deployment, f"{plan.host}/{name}", text)
             print_line(
-                f"{path}: copy it to /etc/systemd/system of {plan.host}, systemctl enable --now it"
+                f"{path}: copy it to {plan.host}:/etc/systemd/system; systemctl enable --now {name}"
             )
 
 
