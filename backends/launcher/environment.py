@@ -165,8 +165,8 @@ def make_writable(folder: Path, option: str) -> None:
     writable, or if the disk is full. The message names `option`, which chooses another folder."""
     if found := OF_A_SHELL.search(str(folder)):
         raise EnvironmentProblem(
-            f"the path {folder} contains {found[0]!r}, but Triton passes the path to a shell "
-            f"without quotes. Choose another path with {option}, such as /tmp/mooncake"
+            f"the path {folder} contains {found[0]!r}, but Triton starts Python models by a shell "
+            f"without quoting the path. Choose another path with {option}, such as /tmp/mooncake"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def make_writable(folder: Path, option: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise EnvironmentProblem(
-            f"{folder} cannot be used ({error.strerror}): name another folder with {option}"
+            f"{folder} cannot be written ({error.strerror}): name another folder with {option}"
         ) from None
 
 
