@@ -134,7 +134,7 @@ def test_a_filesystem_that_runs_full_meanwhile_is_refused(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(SegmentRefused, match="is full"):
+    with pytest.raises(SegmentRefused, match="has no room"):
         Segment.create(path, SIZE)
 
 
