@@ -305,7 +305,7 @@ def test_the_message_travels() -> None:
 
 
 def test_only_the_torch_engine_may_have_both_roles_and_each_mistake_is_said_once() -> None:
-    with pytest.raises(ConfigError, match="only the engine torch") as said:
+    with pytest.raises(ConfigError, match="needs the engine torch") as said:
         read_worker_configs("prefill", "p", {"roles": "both", "engine": "tensorrt_llm"}, 1)
     with pytest.raises(ConfigError, match="kv_pages is 1") as said:
         read_worker_configs("prefill", "p", {"roles": "both", "kv_pages": "1", "slots": "0"}, 1)

@@ -225,7 +225,7 @@ def test_a_free_port_is_taken_and_announced(tmp_path: Path) -> None:
     with pytest.raises(RequestInvalid, match="cannot listen at --control"):
         NodeControl(made.server.address)
     made.close()
-    with pytest.raises(RequestInvalid, match="107 characters"):
+    with pytest.raises(RequestInvalid, match="107 bytes"):
         NodeControl("ipc:///dev/shm/" + "x" * 200)
 
 
