@@ -23,7 +23,9 @@ from typing import NamedTuple
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 HEADER_BYTES = 64  # size of a unit's header: one cache line
 STATE_WRITING, STATE_READY = 1, 2  # header states: payload incomplete, payload complete
-STATE_EPHEMERAL = 3  # in a node's list of its blocks: payload complete, used by a single request
+# Only in the inventory that a node reports, never in a header: a ready block whose header has the
+# ephemeral flag.
+STATE_EPHEMERAL = 3
 DIGEST_BYTES = 8  # xxh3_64 of one layer of a block
 DIGEST_FOR_BYTES = 1024  # a unit's cell has room for one digest per this many payload bytes
 SLOT_ALIGN_BYTES = 4096  # alignment of the first payload, which O_DIRECT requires

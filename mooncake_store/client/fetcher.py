@@ -5,7 +5,7 @@ is the local node, the restored block needs no further copy. Slots whose block d
 complete are freed at once, except for slots that a late transfer may still write. Such a slot stays
 leased. When the lease expires, the slot is quarantined (not granted again for some time).
 
-Not here: the choice of blocks and copies (store.py, the node's control verbs).
+Not here: the choice of blocks and copies (store.py, or the client that sends the node a `fetch`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LocalSegment(SlotMemory):
         self, key: bytes, slot: Slot, size_bytes: int, lease_s: float, is_ephemeral: bool = False
     ) -> bool:
         """Write the "writing" header before the payload changes, so that no reader trusts the old
-        header. False: the slot has been granted to another writer since; nothing was written."""
+        header. Returns False and writes nothing if the slot has been granted to another writer."""
         if self.is_newer(slot.slot, slot.generation):
             return False
         header = SlotHeader.writing(slot.generation, key, size_bytes, lease_s, is_ephemeral)
@@ -46,8 +46,9 @@ class LocalSegment(SlotMemory):
         return True
 
     def finish_begun(self, key: bytes, slot: Slot, digests: Sequence[int], size_bytes: int) -> bool:
-        """As `finish`, for a block with layers. False: the slot's header is not "writing" with this
-        block and generation any more; nothing changed."""
+        """Compute the block's checksum from its layer digests, then call `finish`. Returns False
+        and changes nothing if the slot's header is no longer "writing" with this block and
+        generation."""
         begun = self.header(slot.slot)
         if begun is None or (begun.state, begun.generation, begun.key) != (
             STATE_WRITING,
@@ -95,7 +96,8 @@ class Fetcher:
     ) -> dict[str, int]:
         """Make local copies of these blocks, except for those that are local already. A lookup
         afterwards shows which blocks have arrived. Returns the number of bytes received from each
-        node. `local_segment` returns None if the local node is down; nothing is copied then."""
+        node. If the local node is down, `local_segment` returns None: nothing is copied, but other
+        nodes may have restored blocks from their SSDs."""
         from_ssd = [i for i, copy in enumerate(copies) if copy.node_id.endswith(SSD_SUFFIX)]
         ready = {i: copy for i, copy in enumerate(copies) if i not in set(from_ssd)}
         if from_ssd:
@@ -136,8 +138,8 @@ class Fetcher:
             if copy.checksum:
                 wants.append(Want(copy, 0, (local.view, span), (copy.checksum,), self._layers, []))
             else:
-                # A block that was stored without a checksum gets one here. With `key`, the reader
-                # checks the header of the source slot, whose lease may expire during the read.
+                # If the source slot was overwritten after its lease expired, only its header shows
+                # that here. With `key`, the reader checks the header after the read.
                 wants.append(Want(copy, 0, (local.view, span), (), key=key))
         arrived = self._reader.read(wants, terms.until_s - time.monotonic())
         rows, bytes_from = [], Counter[str]()

@@ -40,7 +40,7 @@ class SpillCounters:
 
 
 class Spiller:
-    """A thread that calls step() for each batch. `tier` returns the SSD tier if it is open now."""
+    """A thread that calls step() for each batch. `tier` returns the open SSD tier, or None."""
 
     def __init__(
         self,
@@ -124,8 +124,9 @@ class Spiller:
         return self._memory.is_ready(spill.slot, spill.generation, spill.key)
 
     def _commit(self, owner: str, spills: Sequence[Spill], kept: dict[int, SsdEntry]) -> None:
-        """Commit the stored copies and abandon the other slots. After a failed commit, the manifest
-        has blocks that the directory lacks until the next inventory, or until an overwrite."""
+        """Commit the stored copies and abandon the other slots. If the commit fails, the manifest
+        lists blocks that the directory does not know. This ends when the node next reports its
+        inventory, or when other blocks overwrite these slots."""
         rows = [
             (entry.key, entry.slot, entry.generation, entry.checksum) for entry in kept.values()
         ]

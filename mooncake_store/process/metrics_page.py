@@ -26,7 +26,8 @@ class PortTaken(StoreError):
 
 
 class MetricsPage:
-    """Serves until close(). With port 0 it takes a free port, see the attribute `port`."""
+    """Serves until close(). Port 0 takes any free port, which is then in `port`. (The option
+    --metrics-port 0 is different: the process then starts no page.)"""
 
     def __init__(self, port: int, collectors: Sequence[Collector], host: str = LOOPBACK) -> None:
         registry = CollectorRegistry()

@@ -2,14 +2,15 @@
 
 The transport is chosen per node, by `mode`:
 
-    auto    the local node mapped, all others by NIXL. If NIXL does not load here, or a node runs
-            without NIXL: nodes of this host mapped, nodes of other hosts by plain TCP
+    auto    the local node by mapping its memory. Another node by NIXL if NIXL loads here and can
+            reach the node; otherwise by mapping if the node is on this host, else by plain TCP
     mapped  every node of this host mapped; others cannot be read
     nixl    every node by NIXL, the local one too; NixlUnavailable if NIXL does not load
     tcp     every node by plain TCP, the local one too
 
-The directory is queried rarely: at the start, for an unknown node, and after a failed transfer.
-nic_choice.py decides whether NIXL has an agent (endpoint) for each network card, or one for all.
+The directory is queried rarely, for instance for an unknown node or after a failed transfer. With
+NIXL, `host_data_network()` of host_topology.py names the network cards that have an agent (NIXL's
+endpoint) of their own.
 
 A node whose transfer failed is in cool-down: it is not used for BAD_NODE_S, so that a dead node
 costs one deadline and not one per request. A new incarnation of the node is used at once.
@@ -63,8 +64,8 @@ class NodeAccess(NamedTuple):
 
 
 class Traffic:
-    """Counts the bytes that this process reads from each node: those in flight, and the total of
-    each of the NODES_MAX nodes that were read last. Thread-safe."""
+    """Counts the bytes that this process requests from each node: those in flight, and the total of
+    each of the NODES_MAX nodes that were used last. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -92,7 +93,7 @@ class Traffic:
         return self._bytes.get(node_id, 0)
 
     def asked_bytes(self) -> dict[str, int]:
-        """Bytes requested from each node since this process started, by node_id."""
+        """node_id -> total of the bytes requested from this node."""
         with self._lock:
             return dict(self._asked_bytes)
 
@@ -108,7 +109,8 @@ class KnownNodes:
         self._mode = mode
         self._lock = threading.Lock()
         self._nodes: dict[str, NodeInfo] = {}
-        # node_id -> time.monotonic() since when the directory does not list the node
+        # node_id -> time.monotonic() when the directory was first seen without this node, or when
+        # the last attempt to disconnect failed
         self._gone_s: dict[str, float] = {}
         self._asked_s = 0.0
         self._bad: dict[str, tuple[str, float]] = {}  # node_id -> (incarnation, until_s)
@@ -142,7 +144,7 @@ class KnownNodes:
         with self._lock:
             if is_disconnected:
                 self._gone_s.pop(node_id, None)
-            # A NIXL agent is busy, perhaps connecting to a silent node. Retry after GONE_S.
+            # A NIXL agent is busy, perhaps connecting to a silent node. Try again after GONE_S.
             elif node_id in self._gone_s:
                 self._gone_s[node_id] = time.monotonic()
 
@@ -215,8 +217,8 @@ class KnownNodes:
     def choose(
         self, found: Sequence[Sequence[Copy]], first: Sequence[str] = ()
     ) -> list[Copy | None]:
-        """One copy of each block: that on the first node of `first` with a copy, else the cheapest
-        one. None: no node with a copy can be read now."""
+        """Choose one copy per block. Nodes in `first` are preferred, in that order. If none of them
+        has a readable copy, the cheapest copy is chosen. None: no copy can be read now."""
         names = dict.fromkeys(copy.node_id for copies in found for copy in copies)
         holders = {name: self.usable(name) for name in names}  # may query the directory
         if not any(len(copies) > 1 for copies in found):  # nearly always: no block has two copies
@@ -249,7 +251,7 @@ class KnownNodes:
         return found
 
     def _is_reached(self, info: NodeInfo) -> bool:
-        """True if blocks of this node can be read from this process."""
+        """True if a transport reaches this node, and for every SSD (its node restores blocks)."""
         return info.is_ssd or self.transport(info) is not None
 
     def _is_bad(self, info: NodeInfo, now_s: float) -> bool:

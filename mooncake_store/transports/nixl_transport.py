@@ -2,11 +2,11 @@
 
 CMA is the kernel's copy between two processes of a host. An agent is an endpoint of NIXL.
 
-Lanes: a lane is one NIXL agent with a lock around each of its calls; a transport owns up to
-LANES_MAX. Over CMA a post copies all bytes before it returns (the GIL is released), so one agent
-serves one thread. Two threads moved 9.7 GB/s through one locked agent and 17.8 GB/s through two (64
-spans of 128 KiB, not in the CPU's cache). A thread that finds every lane busy makes another lane.
-Over TCP a post returns at once, and the lock is free between polls.
+Lanes: a lane is one NIXL agent with a lock around each of its calls. Over CMA a post copies all
+bytes before it returns (the GIL is released), so one agent serves one thread. Two threads moved 9.7
+GB/s through one locked agent and 17.8 GB/s through two (64 spans of 128 KiB, not in the CPU's
+cache). A thread that finds every lane busy makes another lane, if the transport has fewer than
+LANES_MAX. Over TCP a post returns at once, and the lock is free between polls.
 
 Orphans: a transfer that misses its deadline cannot be revoked. NIXL writes to the target even after
 the handle is released and the peer removed (measured). So the transfer becomes an *orphan*: later
@@ -22,8 +22,8 @@ may still reach the node when the network works again.
 Connecting: NIXL may take two minutes to connect to a node that does not answer, and the lane is
 blocked for that time. So a separate thread first tests whether the node's host answers, and then
 connects. It connects one lane at a time to a node, preferably a lane whose transfers no caller
-awaits. While a lane has been connecting for longer than CONNECT_S_MAX, it is *stuck*, and another
-lane may be made in its place.
+awaits. While a lane has been connecting for longer than CONNECT_S_MAX, it is *stuck*. For each
+stuck lane, up to STUCK_MAX, the transport may have one lane more than LANES_MAX.
 
 Not here: making agents (nixl_agent.py), one lane's calls (nixl_lane.py), several network cards
 (nic_transport.py).
@@ -51,14 +51,14 @@ from mooncake_store.transports.transport import LocalSpan, TransferBatch, Transp
 LANES_MAX = 4
 STUCK_MAX = 8  # further lanes, in place of lanes that are stuck connecting
 FROZEN_MAX = 32  # agents of this process
-SPIN_S = 0.002  # polling does not sleep for this long, in which a few MB move over TCP
+SPIN_S = 0.002  # polling does not sleep for this long; a few MB move over TCP in this time
 POLL_S = 0.0001  # polling interval after SPIN_S, so that a silent peer does not cost a core
 CONNECT_S_MAX = 2.0  # a call waits at most this long for a connection
-LOCK_S_MAX = 0.05  # a lane's lock is held for longer only while the lane connects
+LOCK_S_MAX = 0.05  # maximum wait for a lane's lock; connecting or a long copy may hold it longer
 
 _keeping = threading.Lock()
 _spare: list[AgentLane] = []  # closed without errors: the next transport reuses them
-_abandoned: list[AgentLane] = []  # closed with transfers in flight; kept until these have ended
+_abandoned: list[AgentLane] = []  # closed while a transfer was in flight or the lane was locked
 _frozen: list[AgentLane] = []  # of all transports of this process
 
 
@@ -82,8 +82,8 @@ def frozen_agents() -> int:
 
 
 def pause(idle_since_s: float) -> None:
-    """Wait between two polls of a transfer without progress since `idle_since_s`
-    (time.monotonic())."""
+    """Wait before the next poll: only yield the CPU during the first SPIN_S after `idle_since_s`
+    (time.monotonic()), then sleep for POLL_S."""
     time.sleep(0.0 if time.monotonic() < idle_since_s + SPIN_S else POLL_S)
 
 
@@ -109,13 +109,13 @@ class NixlTransport(Transport):
         self._take_lane(time.monotonic() + 60.0).release()  # raises now if registration fails
 
     def remember(self, buffer: ByteArray) -> None:
-        """Register the buffer with the next transfer."""
+        """Note the buffer. Each lane registers it when the lane is next taken for a transfer."""
         assert buffer.dtype == np.uint8 and buffer.ndim == 1 and buffer.flags.c_contiguous
         with self._lock:
             self._regions = [*self._regions, Region(buffer)]
 
     def make_lanes(self, count: int) -> None:
-        """Make lanes up to `count` now, before calls need them. Each has about ten descriptors."""
+        """Make lanes up to `count` now. Each lane has about ten file descriptors."""
         assert 1 <= count <= LANES_MAX, count
         with self._lock:
             while not self._is_closed and len(self._lanes) < count:
@@ -131,12 +131,12 @@ class NixlTransport(Transport):
             lane.unregister_later(gone, LOCK_S_MAX)
 
     def _each_lane(self) -> Iterator[AgentLane]:
-        """Each lane that is not frozen, with its lock held."""
+        """Lock and yield each lane, except frozen lanes and lanes locked longer than LOCK_S_MAX."""
         with self._lock:
             lanes = list(self._lanes)
         for lane in lanes:
             if not lane.lock.acquire(timeout=LOCK_S_MAX):
-                continue  # the lane is connecting to a node that does not answer
+                continue  # for example, the lane is connecting to a node that does not answer
             try:
                 if not lane.is_frozen:
                     yield lane
@@ -147,8 +147,9 @@ class NixlTransport(Transport):
         return bool(node.agent_name) and (is_same_host or not node.is_agent_local)
 
     def keeps_order(self, node: NodeInfo) -> bool:
-        """True if long transfers with this node were complete when their post returned. NIXL then
-        uses CMA: the posting thread copies span by span (docs/decisions/0031)."""
+        """True if the bytes of a transfer with this node arrive in the order of its spans. This is
+        so over CMA, where the posting thread copies span by span (docs/decisions/0031). CMA is in
+        use if all long transfers so far were complete when their post returned."""
         with self._lock:
             peers = [lane.peer(node) for lane in self._lanes]
         found = [peer.is_copied_at_once for peer in peers if peer is not None]
@@ -202,19 +203,21 @@ class NixlTransport(Transport):
         if self.poll(posted):
             return
         is_ours = posted.lane.lock.acquire(timeout=LOCK_S_MAX)
-        # Safe without the lock, because its holder is connecting and does not change the orphans.
+        # Safe without the lock: an append is atomic, and `AgentLane.reap` does not release the GIL
+        # between its last look at the list and the assignment of the new list.
         posted.lane.orphans.append(posted.transfer)
         if is_ours:
             posted.lane.release()
         raise TransferTimeout(
             f"node {posted.batch.node.node_id} did not transfer all bytes within the deadline: it "
-            "is frozen, cut off or overloaded; late bytes may still change the targets"
+            "is stopped, unreachable or overloaded; late bytes may still change the targets"
         )
 
     def freeze(self, node_id: str) -> bool:
         """Freeze the lanes with transfers of this node in flight; disconnect the other lanes from
-        it. If True, no more bytes of these transfers arrive in local memory. If False, some lanes
-        are unchanged: FROZEN_MAX is reached, or a lane moves bytes of other nodes by RDMA."""
+        it. True: no more bytes of these transfers arrive in local memory. False: a lane cannot be
+        frozen, so this lane and those after it are unchanged. A lane cannot be frozen if FROZEN_MAX
+        agents are frozen, or if it also has transfers with other nodes and may use RDMA."""
         with self._lock:
             lanes = list(self._lanes)
         if not all(_stop_transfers(lane, node_id) for lane in lanes):
@@ -246,7 +249,7 @@ class NixlTransport(Transport):
             lane.release()
             lane = self._locked_lane(until_s, node)
         try:
-            # lane.release() unregisters the regions that another thread removes now
+            # If another thread removes a region now, lane.release() unregisters it again.
             lane.register(self._regions)
         except BaseException:
             lane.release()
@@ -271,12 +274,12 @@ class NixlTransport(Transport):
                 return lane
             if left_s <= 0:
                 break
-        raise TransferTimeout("every NIXL lane of this process is busy; nothing was transferred")
+        raise TransferTimeout("every NIXL lane of this transport is busy; nothing was transferred")
 
     def _free_lane(self, node: NodeInfo | None) -> AgentLane | None:
         """Lock and return a free lane, or None if all are busy. Needs `_lock`. Prefers a lane that
-        is connected to the node. Next best is a lane whose transfers no caller awaits, because the
-        lane must then connect, which may block it for long."""
+        is connected to the node. A lane without a connection must connect first, which may block
+        it for long. So the next best lane is one on which no caller waits for a transfer."""
         peers = [lane for lane in self._lanes if node is not None and lane.peer(node) is not None]
         for lane in [*peers, *(lane for lane in self._lanes if not node or not lane.is_awaited)]:
             if lane.lock.acquire(blocking=False):
@@ -394,7 +397,7 @@ class NixlTransport(Transport):
 
 
 def _stop_transfers(lane: AgentLane, node_id: str) -> bool:
-    """Stop all transfers with the node on this lane. Returns False if it may not be frozen."""
+    """Stop all transfers with the node on this lane. False: the lane cannot be frozen."""
     while True:
         is_ours = lane.lock.acquire(timeout=LOCK_S_MAX)
         try:
@@ -415,7 +418,7 @@ def _stop_transfers(lane: AgentLane, node_id: str) -> bool:
         finally:
             if is_ours:
                 lane.release()
-        # Another thread is posting or polling, so bytes may arrive: try again.
+        # Another thread is in another call of the agent, so bytes may arrive. Try again.
 
 
 def _not_connected(node: NodeInfo, waited_s: float) -> TransferFailed:

@@ -1,14 +1,13 @@
 """The messages of a storage node's control socket, and the client that sends them.
 
-Framing, versions and errors are those of the directory (framing.py, request_reply.py). A reply may
-take as long as the disk or the network needs, so replies arrive in any order. Concurrent calls use
-connections of their own.
+Framing, versions and errors are those of the directory (framing.py, request_reply.py). A slow
+request may be answered after later ones. Therefore each concurrent call uses its own connection.
 
 Without a reply in time, a call raises StoreUnavailable, and the request may still be carried out.
-After such a `load`, bytes may still arrive in the segment. Let the lease on its slots expire; do
-not abandon them.
+If that happens to a `load`, bytes may still arrive in its slots. The caller must let the lease on
+the slots expire and must not abandon them.
 
-Not here: the answering side (node/control.py), which blocks to request (client/).
+Not here: the server side (node/control.py), the choice of the blocks (client/).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Restore(NamedTuple):
 
 
 class NodeStats(msgspec.Struct, frozen=True):
-    """Totals of one storage node since it started."""
+    """State of one storage node: counters since it started, and current sizes and states."""
 
     node_id: str
     incarnation: str
@@ -56,14 +55,14 @@ class NodeStats(msgspec.Struct, frozen=True):
     ssd_blocks: int = 0
     spilled_blocks: int = 0
     spilled_bytes: int = 0
-    spills_given_up: int = 0  # blocks chosen for spilling that were not stored on the SSD
+    spills_given_up: int = 0  # offered blocks that were not stored, or whose commit was rejected
     restored_blocks: int = 0
     restored_bytes: int = 0
-    restores_missed: int = 0  # requested blocks: missing, unreadable or not read in time
+    restores_missed: int = 0  # blocks that `load` requests named and the node did not restore
     checksum_failures: int = 0
     disk_errors: int = 0
     fetched_blocks: int = 0
-    index_blocks: int = 0  # in the index replica, if this node writes it
+    index_blocks: int = 0  # in this node's copy of the directory's index; 0 if it maintains none
 
 
 class Ping(Verb[str], tag="ping", frozen=True):
@@ -107,16 +106,17 @@ class NodeClient:
         )
 
     def ping(self, timeout_s: float = TIMEOUT_S) -> str:
-        """The incarnation of the node that answers."""
+        """Returns the incarnation of the node."""
         return self._requester.ask(Ping(), timeout_s)
 
     def load(self, blocks: Sequence[Restore], deadline_s: float, epoch: int = 0) -> list[bool]:
         """Load these blocks from the SSD into the segment. True: the block is verified, and its
-        header is READY. False: the block is missing, late, or corrupt and therefore removed from
-        the directory. No bytes are in flight for it, so its slot may be abandoned.
+        header is READY. False: the block was not loaded, and no bytes are in flight for it, so its
+        slot may be abandoned. The node removes a missing or corrupt SSD copy from the directory.
 
         After StoreUnavailable or TransferTimeout, bytes may still arrive. After EpochPassed, no
-        block was loaded, because the node belongs to another epoch now; headers may be "writing".
+        block was loaded, because the node has registered with another directory. The slots
+        are void, even if their headers are "writing": allocate again.
         """
         deadline_s = min(deadline_s, DEADLINE_S_MAX)
         request = LoadBlocks(list(blocks), deadline_s, epoch)
@@ -126,8 +126,8 @@ class NodeClient:
         self, keys: Sequence[bytes], copies: Sequence[Copy], deadline_s: float, epoch: int = 0
     ) -> list[bool]:
         """Make the node copy these blocks of other nodes. True: the node has the block afterwards.
-        The caller must lease the copies until the reply. Raises EpochPassed if the directory of
-        `epoch`, which granted these leases, is no longer the leader; nothing was copied then."""
+        The caller must lease the copies until the reply. Raises EpochPassed and copies nothing if
+        the node has registered with another directory than that of `epoch`: the leases are void."""
         deadline_s = min(deadline_s, DEADLINE_S_MAX)
         request = Fetch(list(keys), list(copies), deadline_s, epoch)
         return self._requester.ask(request, deadline_s + MARGIN_S)

@@ -1,18 +1,18 @@
-"""Inventory of a holder from before this directory's start, checked before it is adopted.
+"""Checks which blocks of a holder's inventory a restarted directory may adopt.
 
-A restarted directory is empty while the nodes still hold their blocks. Each node reports the blocks
-that its slot headers (or the manifest of its SSD) name. The rules:
+A restarted directory is empty while the nodes still hold their blocks. Each holder reports its
+inventory: the blocks that its slot headers, or the manifest of an SSD, name. The rules:
 1. Overlapping blocks: an evicted block keeps its header until its first unit is overwritten. Of two
    blocks that overlap, the one with the higher generation was written later. The other block is
    torn, even if a third block has overwritten the later one since.
 2. A slot that was being written is quarantined, because its writer may still rely on the lease,
-   which the restart ended. The quarantine is the length of the lease, plus quarantine_s. Every
-   writer marks its header early enough to be in the inventory (Allocation.begin_s), so no other
-   slot can have a writer.
+   which the restart ended. The quarantine is the length of the lease, plus quarantine_s. If
+   directories are elected, no other slot has a writer. After another directory leads, a writer must
+   not mark a header as "writing" any more (Allocation.begin_s).
 3. An ephemeral block serves a single request, so it is not indexed again. Its slot is quarantined,
    because that request may still read it.
 4. A header that cannot be true is ignored, for instance one with a generation that no directory can
-   have reached. It neither makes another block torn nor raises later generations.
+   have reached. It makes no other block torn and does not affect the choice of later generations.
 
 A reader checks by checksum whether the bytes match the header.
 """
@@ -44,7 +44,7 @@ def writers_lease_s(block: InventoryBlock, lease_s_max: float) -> float:
 
 
 def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
-    """The blocks whose headers are possible in this memory, each without regard to the others."""
+    """The blocks with a plausible state, size, generation and slot. Each block is judged alone."""
     return [
         block
         for block in blocks
@@ -57,14 +57,15 @@ def sound(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlo
 
 
 def consistent(blocks: Sequence[InventoryBlock], pool: SlotPool) -> list[InventoryBlock]:
-    """The sound `blocks` that no later one overlaps, sorted by slot; one ready block per key."""
+    """The `blocks` that no block with a higher generation overlaps, sorted by slot. Of several such
+    ready blocks with one key, only the newest is returned. `blocks` must be `sound`."""
 
     def end_of(block: InventoryBlock) -> int:
         return block.slot + pool.units_for(block.size_bytes)
 
     sane = sorted(blocks, key=lambda block: block.slot)
     is_torn = [False] * len(sane)
-    reaching: list[int] = []  # indices of earlier blocks that may overlap the next one
+    reaching: list[int] = []  # indices of blocks at lower slots that may overlap the next one
     for i, block in enumerate(sane):
         reaching = [j for j in reaching if end_of(sane[j]) > block.slot]
         for j in reaching:

@@ -27,11 +27,11 @@ from mooncake_store.errors import (
 from mooncake_store.layout import Geometry, geometry
 from mooncake_store.records.membership import UNIT_BYTES, NodeInfo
 
-# Most characters of node_id and of incarnation, and most bytes of agent_metadata (NIXL's metadata
-# takes about 450 bytes).
+# Maximum length of node_id and of incarnation in characters, and of agent_metadata in bytes (NIXL's
+# metadata takes about 450 bytes).
 INFO_BYTES_MAX = 65_536
 FULL_WEIGHT = 0.05  # weight of a full node, which accepts new blocks by evicting others
-NEW_WEIGHT = 0.01  # least factor on a new node's weight, so that it gets first blocks at once
+NEW_WEIGHT = 0.01  # lower limit of the slow-start factor: a new node receives some blocks at once
 
 
 def weight(holder: Holder, now_s: float, slow_start_s: float) -> float:
@@ -49,7 +49,7 @@ class NodeTable:
     def __init__(self, config: DirectoryConfig) -> None:
         self._config = config
         self._holders: dict[str, Holder] = {}
-        self._replaced: dict[str, str] = {}  # replaced incarnation -> node_id; the last nodes_max
+        self._replaced: dict[str, str] = {}  # replaced incarnation -> node_id; at most nodes_max
 
     def __iter__(self) -> Iterator[Holder]:
         return iter(self._holders.values())
@@ -92,7 +92,7 @@ class NodeTable:
         if not info.node_id or info.segment_bytes <= 0 or names_bytes > INFO_BYTES_MAX:
             raise RequestInvalid(
                 f"storage node {info.node_id[:64]!r} with {info.segment_bytes} bytes: a node needs "
-                f"a name, memory, and at most {INFO_BYTES_MAX} bytes in each field"
+                f"a name, memory, and at most {INFO_BYTES_MAX} characters (bytes of metadata) per field"
             )
         is_unit = info.unit_bytes >= UNIT_BYTES and info.unit_bytes & (info.unit_bytes - 1) == 0
         if not is_unit or info.tier not in ("dram", "ssd"):
@@ -119,7 +119,7 @@ class NodeTable:
 
     def take(self, node_id: str, is_replaced: bool = False) -> Holder:
         """Remove the node and return its holder; the caller must remove the copies. `is_replaced`:
-        remember the incarnation, which then cannot register again."""
+        remember the incarnation. While it is remembered, it cannot register again."""
         holder = self._holders.pop(node_id)
         if is_replaced:
             while len(self._replaced) >= self._config.nodes_max:
@@ -149,7 +149,7 @@ class NodeTable:
     def placed(self, key: bytes, now_s: float, excluded: set[str]) -> str:
         """The node for the prompt that starts with block `key`, by weighted rendezvous hashing. A
         key maps to the same node while the weights are similar, so two writers of one prefix rarely
-        store it on two nodes. "": no node takes blocks."""
+        store it on two nodes. "": each node takes no blocks or is in `excluded`."""
         best, best_score = "", float("-inf")
         for node_id, holder in self._holders.items():
             if node_id in excluded:

@@ -1,13 +1,14 @@
 """Least recently used (LRU) eviction, as in the Mooncake paper.
 
-On the paper's trace, LFU and a length-aware policy have a lower hit rate at every cache size. With
-10,000 blocks, both have 0.35 and LRU has 0.40 (Mooncake, arXiv version, Table 1). The policy of
-density.py has a higher hit rate than LRU (bench/RESULTS.md).
+On the paper's trace, LFU and a length-aware policy have no higher hit rate than LRU at any cache
+size. With 10,000 blocks, both have 0.35 and LRU has 0.40 (Mooncake, arXiv version, Table 1). At
+most cache sizes, the policy of density.py has a higher hit rate than LRU (bench/RESULTS.md).
 
-The directory adds the blocks of a prompt from its end to its start. So insertion order is the order
-of eviction, and neither a time nor a depth is stored. A heap of (used_s, -depth) gives the same
-order at several times the cost. A leased block returns as the most recent one when its last lease
-ends.
+A block is useless without the blocks before it, so the end of a prompt must be evicted before its
+start. The directory therefore adds the blocks of a prompt from the last to the first. Eviction in
+insertion order then suffices, and neither a time nor a depth is stored. A heap of (used_s, -depth)
+gives the same order at several times the cost. A leased block is not in the queue. When its last
+lease ends, the block is appended as the most recently used one.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 BATCH_MIN = 64  # least number of keys that RecencyQueue moves at once
-BATCH_SHIFT = 7  # a larger dict moves 1 / 2**BATCH_SHIFT of its keys at once
+BATCH_SHIFT = 7  # a batch has 1/128 of the keys of the dict if that is more than BATCH_MIN
 
 
 class RecencyQueue:
-    """Recency queue of key -> stamp, least recently appended first: the base of both policies.
+    """Recency queue of key -> stamp, least recently appended first. Lru and density.py use it.
 
-    Most keys are in a plain dict, the coldest 1/128 or less in an OrderedDict. At 10 million keys
-    the former takes 34 to 67 bytes per key and the latter 79 to 126, depending on earlier use.
-    But `next(iter(dict))` walks over all entries deleted before the first key, so draining a dict
-    from its front is quadratic. Therefore the OrderedDict is filled from the dict in batches, with
-    one walk per batch. When more keys have left the dict at its front than remain, the dict is
-    copied, which drops the deleted entries.
+    The coldest keys, at most one batch, are in an OrderedDict. All others are in a plain dict. At
+    10 million keys, the dict takes 34 to 67 bytes per key and the OrderedDict 79 to 126, depending
+    on earlier use. But `next(iter(dict))` walks over all entries deleted before the first key, so
+    draining a dict from its front is quadratic. Therefore the OrderedDict is filled from the dict
+    in batches, with one walk per batch. When more keys have left the dict at its front than remain,
+    the dict is copied, which drops the deleted entries.
 
-    A stamp is any integer of the caller. Keys that share one int object save memory.
+    A stamp is any integer that the caller chooses. Keys that share one int object save memory.
     """
 
     __slots__ = ("_coldest", "_left", "_rest")
@@ -99,12 +100,12 @@ class Lru:
 
     def add(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            assert key not in self._queue, f"{key.hex()} is idle already"
+            assert key not in self._queue, f"{key.hex()} is in the eviction queue already"
             self._queue.append(key, 0)
 
     def touch(self, key: bytes) -> None:
         was_there = self._queue.pop(key) is not None
-        assert was_there, f"{key.hex()} is touched and not idle"
+        assert was_there, f"{key.hex()} is not in the eviction queue"
         self._queue.append(key, 0)
 
     def discard(self, keys: Sequence[bytes]) -> None:
