@@ -92,7 +92,7 @@ class NodeTable:
         if not info.node_id or info.segment_bytes <= 0 or names_bytes > INFO_BYTES_MAX:
             raise RequestInvalid(
                 f"storage node {info.node_id[:64]!r} with {info.segment_bytes} bytes: a node needs "
-                f"a name, memory, and at most {INFO_BYTES_MAX} characters (bytes of metadata) per field"
+                f"a name, memory, and at most {INFO_BYTES_MAX} characters or bytes per field"
             )
         is_unit = info.unit_bytes >= UNIT_BYTES and info.unit_bytes & (info.unit_bytes - 1) == 0
         if not is_unit or info.tier not in ("dram", "ssd"):
