@@ -1,15 +1,15 @@
 """One mapping of the cluster file, read key by key; mistakes are noted with line and path.
 
-cluster_file.py reads the keys of a section and calls `close`, which notes unread keys as unknown. A
-value that cannot be read is noted as a mistake, and a default replaces it. One pass over the file
-therefore finds all mistakes.
+cluster_file.py reads the keys of a section and calls `close`, which notes unread keys as unknown.
+An invalid value is noted as a mistake, and reading continues with the next key. One pass therefore
+finds all mistakes of a file, unless `read_tree` raises YamlInvalid.
 
 YAML is parsed into a tree whose entries have line numbers. A scalar keeps its text, so `yes`,
 `0700` and `1:30` are not converted. `FileSection` converts the text of a port or a size. Aliases
-and merge keys (`<<`) are supported. Duplicate keys, tags, entries that contain themselves, and more
-than ENTRIES_MAX entries are rejected.
+and merge keys (`<<`) are supported. YAML's standard tags, such as `!!str`, are ignored. Other tags,
+duplicate keys, entries that contain themselves, and more than ENTRIES_MAX entries are rejected.
 
-Not here: which keys exist (deployment.py).
+Not here: the keys themselves (cluster_file.py reads them into the classes of deployment.py).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class YamlEntry:
 
 
 def read_tree(text: str) -> tuple[YamlEntry, list[tuple[int, str]]]:
-    """The tree, and (line, problem) of each mistake in it. Raises YamlInvalid, and no other
-    exception, if there is no tree."""
+    """The tree, and (line, problem) of each mistake in it. An empty text gives an empty entry.
+    Raises only YamlInvalid: the text is not YAML, or is above a limit."""
     if len(text) > CHARACTERS_MAX:
         what = f"{len(text)} characters, but the limit is {CHARACTERS_MAX}: check the file's name"
         raise YamlInvalid(1, what)
@@ -148,7 +148,7 @@ class _TreeBuilder:
         nodes = value.value if isinstance(value, yaml.SequenceNode) else [value]
         if not all(isinstance(node, yaml.MappingNode) for node in nodes):
             line = value.start_mark.line + 1
-            self.problems.append((line, "<< takes a mapping, an alias of one or a list of them"))
+            self.problems.append((line, "<< takes a mapping or its alias, or a list of these"))
             return []
         return [self.entry(node, depth + 1) for node in nodes]
 

@@ -69,7 +69,8 @@ class Stubs:
 
 def end_orphans(launches: Collection[str]) -> None:
     """Kill the stubs of dead launches, because a stub whose Triton is killed during a load can wait
-    for ever. `launches`: names of launches, with which names of their shared memory begin."""
+    for ever. `launches`: names of the dead launches. The name of each shared-memory region of a
+    launch begins with the launch's name and `-`."""
     prefixes = tuple(f"{name}-" for name in launches)
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -92,9 +93,9 @@ INCARNATIONS = itertools.count(1)  # numbers the incarnations of all Tritons of 
 NUMBERS = itertools.count(1)  # numbers the Tritons; a restarted Triton keeps its number
 DRAIN_S_MAX = 45.0  # limit in seconds of a drain; a worker ends its requests after at most 30 s
 END_S_MAX = 5.0  # seconds from SIGTERM to SIGKILL
-# Limit in seconds from the worker's log line that it serves to Triton's log line that the model is
-# loaded. Usually this takes milliseconds. Triton 2.51 waits for ever for a stub that paused during
-# the load. The directory then lists the worker, but every call to it fails.
+# Longest time between two log lines: the worker's "serving", then Triton's load or refusal of the
+# model. Usually this takes milliseconds. Triton 2.51 waits for ever for a stub that paused during
+# the load. In that case the directory lists the worker, but every call to the worker fails.
 LOAD_PENDING_S_MAX = 10.0
 
 
@@ -149,7 +150,8 @@ class TritonSetup:
     called: str = LOOPBACK  # address to which callers connect
     ports: tuple[int, int] = (PORT_MIN, PORT_MAX)  # (lowest port, highest port + 1)
     log_bytes_max: int = LOG_BYTES_MAX
-    folders: WorkerFolders | None = None  # as `workers` of RepositoryMirror
+    # Renders each worker's config.pbtxt in the mirror. None: the mirror copies it unchanged.
+    folders: WorkerFolders | None = None
 
 
 class Triton:
@@ -225,14 +227,14 @@ class Triton:
         return self.child.pid if self.child is not None and self.child.is_alive else None
 
     def supervise(self, alive: set[str]) -> list[Restart]:
-        """Copy edits to the mirror, restart processes. `alive`: models with a live process."""
+        """Copy repository edits to the mirror; restart dead processes. `alive`: live models."""
         self.mirror.sync()
         if self.child is None:
             return []
         restarts = [Restart(model) for model in self._died(alive)]
-        self._log.moved(self.child.bound_log())  # after `_died`, which reads the log before
+        self._log.moved(self.child.bound_log())  # `_died` must read the log before
         if self.child.is_alive and self.service_problem():
-            self.child.kill()  # a port is taken, and the next incarnation chooses other ports
+            self.child.kill()  # a port is taken; only unplanned ports change with a restart
         pause_s = self.child.supervise()
         if pause_s is not None:
             restarts.append(Restart(self.name, pause_s))
@@ -241,7 +243,7 @@ class Triton:
         return restarts
 
     def _died(self, alive: set[str]) -> list[str]:
-        """The models whose process died and which Triton starts again without being restarted."""
+        """Revive models whose process died. Return those that Triton reloads without a restart."""
         self._read_log()
         # Each failed attempt to load a model starts and ends a process. Only a model that was
         # loaded and has no process any more has died.
@@ -264,11 +266,13 @@ class Triton:
         return self._log.service_problem
 
     def supervise_start(self) -> str:
-        """Supervise Triton until its first readiness. Return the reason why it cannot start, or "".
+        """One step of supervision; called repeatedly until Triton is ready for the first time.
+        Returns the reason why Triton cannot start, or "".
 
         If an unplanned port is taken, Triton is restarted with another port. A crashed Triton is
         restarted up to CRASHES_MAX times, because Triton 2.51 sometimes aborts on a busy machine
-        while it creates shared memory. Raises ChildDied if Triton exited or crashed more often.
+        while it creates shared memory. Raises ChildDied if Triton exited by itself, or crashed more
+        than CRASHES_MAX times.
         """
         if self.child is None:
             self.mirror.sync()
@@ -285,7 +289,7 @@ class Triton:
         return problem
 
     def take_loads(self) -> list[ModelLoad]:
-        """Loads and refusals since the last call."""
+        """Loads of models, and loads that Triton or the mirror refused, since the last call."""
         self._read_log()
         loads, self._loads = self._loads, []
         return [*loads, *self.mirror.take_refusals()]
@@ -300,8 +304,8 @@ class Triton:
             self._loads.append(replace(load, is_new=load.model not in self._loaded))
 
     def states(self) -> list[ModelState] | None:
-        """The state of each model. None while Triton does not answer, which it does after it has
-        tried to load each model once. Any thread may call this."""
+        """The state of each model. None until Triton answers. It answers after it has tried once to
+        load each model. Any thread may call this."""
         endpoints = self.endpoints
         if endpoints is None:
             return None
@@ -357,7 +361,7 @@ class WorkerTriton(Triton):
         return False
 
     def drain(self, alive: set[str]) -> bool:
-        """Drain the worker for at most DRAIN_S_MAX, then end its Triton. True if it has ended."""
+        """Drain for at most DRAIN_S_MAX, then end Triton. To be called until it returns True."""
         now_s = time.monotonic()
         if self._draining_from_s is None:
             self._draining_from_s = now_s

@@ -4,7 +4,7 @@ Publishing a name, label or label value that is not in this table raises Undecla
 docs/metrics.md is printed from this table (tools/metric_docs.py).
 
 Names follow Prometheus: base units (`_seconds`, `_bytes`), and `_total` at the end of a counter. A
-series that a Triton model publishes also has the label `model`, the model's name. Pure.
+series that a Triton model publishes also has the label `model`, the model's name.
 Not here: where a number comes from (backends/frontend/metrics.py, backends/workers/metrics.py).
 """
 
@@ -59,7 +59,7 @@ class Metric:
     meaning: str  # HELP text on the metrics page
     labels: tuple[Label, ...] = ()
     buckets: tuple[float, ...] = ()  # of a histogram: upper bounds in `unit`
-    is_use: bool = False  # True: a gauge that returns to 0 when the load ends
+    is_use: bool = False  # True: a gauge that is 0 on an idle server without faults
 
     def series_labels(self) -> Iterator[dict[str, str]]:
         """Every combination of allowed label values; none if one of the labels allows any value."""
@@ -99,7 +99,7 @@ def ratio(name: str, publisher: str, meaning: str) -> Metric:
 
 NODE = Label("node")
 TENANT = Label("tenant")  # a tenant in the file of API keys, or "(others)"
-HEAT = Label("heat", ("1", "2", "4", "8"))  # a class's lowest hit rate / hot_hits_per_s
+HEAT = Label("heat", ("1", "2", "4", "8"))  # lowest hit rate of a class, in hot_hits_per_s
 PREDICTION = Label("kind", ("predicted", "actual"))
 NIC = Label("nic")
 TRANSPORT = Label("transport", ("mapped", "nixl", "tcp"))
@@ -109,7 +109,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         gauge("mooncake_requests_live", "requests", (FRONTEND,),
               "Requests between arrival and answer.", is_use=True),
         counter("mooncake_requests_total", "requests", (FRONTEND,),
-                "Requests that ended: answered, or with an error, by the error's first word.",
+                "Ended requests by outcome: answered, or the first word of the error text.",
                 Label("outcome", OUTCOMES)),
         counter("mooncake_requests_within_slo_total", "requests", (FRONTEND,),
                 "Answered requests within both limits of mooncake_slo_seconds (goodput). The limit "
@@ -128,23 +128,24 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_fetches_total", "attempts", (FRONTEND,),
                 "Attempts routed to fetch part of the prefix from another node (Algorithm 1)."),
         counter("mooncake_replicated_blocks_total", "blocks", (FRONTEND,),
-                "Blocks of hot prefixes that the conductor suggested to copy to another node."),
+                "Suggested copies of hot blocks to other nodes, repeated suggestions included."),
         gauge("mooncake_hot_blocks", "blocks", (FRONTEND,),
-              "Blocks by their hit rate from requests of this frontend, at most 2,048. heat 2: 2 "
-              "to 4 times hot_hits_per_s. A hit counts half after hot_half_life_s.", HEAT),
+              "Hottest blocks (at most 2,048), by class of their hit rate from requests of this "
+              "frontend. heat 2: from 2 up to 4 times hot_hits_per_s. heat 8: 8 times or more. The "
+              "weight of a hit halves every hot_half_life_s.", HEAT),
         gauge("mooncake_hot_block_copies", "copies", (FRONTEND,),
               "Copies in DRAM of the blocks of mooncake_hot_blocks, over all nodes.", HEAT),
         gauge("mooncake_workers_wanted", "workers", (FRONTEND,),
-              "Workers of a role that the load needs to meet both limits of mooncake_slo_seconds.",
-              Label("role")),
+              "Estimated number of workers that the load needs in this role, so that TTFT and TBT "
+              "stay within mooncake_slo_seconds. Only with role_flips.", Label("role")),
         counter("mooncake_role_flips_proposed_total", "flips", (FRONTEND,),
                 "Proposals that a worker take this role. In a dry run (role_flips) they have no "
                 "effect.", Label("role")),
         gauge("mooncake_frontends_known", "frontends", (FRONTEND,),
               "Other frontends of this deployment whose latest message is recent."),
         gauge("mooncake_routed_elsewhere", "requests", (FRONTEND,),
-              "Requests of other frontends whose reported work is reserved here.",
-              is_use=True),
+              "Requests that other frontends routed and that this frontend's conductor counts in "
+              "the workers' load.", is_use=True),
         counter("mooncake_routing_note_batches_total", "batches", (FRONTEND,),
                 "Batches of notes between frontends about routed requests. unsent: the directory "
                 "did not accept it; missed: a batch of another frontend did not arrive.",
@@ -228,9 +229,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Prompt tokens computed for requests that were cancelled or failed before their "
                 "first token. Not in mooncake_prompt_tokens_total. Engine torch only."),
         counter("mooncake_handover_tokens_total", "tokens", (DECODE,),
-                "With engine tensorrt_llm: tokens of requests at their start in decode, by the "
-                "source of their KV: loaded (handed over), local (still in the engine), computed "
-                "(again: tokens after the last whole page, and missing KV).",
+                "Tokens of requests that start in decode, by the source of their KV. loaded: "
+                "handed over. local: still in the engine. computed: computed again (tokens after "
+                "the last whole page, and tokens whose KV is missing). Engine tensorrt_llm only.",
                 Label("path", ("loaded", "local", "computed"))),
         counter("mooncake_output_tokens_total", "tokens", WORKERS,
                 "Tokens generated: the first of each prompt by prefill, the others by decode."),
@@ -293,14 +294,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Bytes moved over a network card that has a NIXL agent of its own.",
                 NIC, Label("direction", ("read", "write"))),
         counter("mooncake_nic_failures_total", "parts", WORKERS,
-                "Parts of transfers over such a card that failed, or were moved because late.",
+                "Parts of transfers over a card with its own NIXL agent. failed: an error. "
+                "given_up: late, and moved to another path.",
                 NIC, Label("kind", ("failed", "given_up"))),
         gauge("mooncake_nic_resting_paths", "paths", WORKERS,
               "Paths from this card to cards of storage nodes that are unused until a probe "
               "succeeds.", NIC),
         counter("mooncake_nixl_agents_given_up_total", "agents", WORKERS,
-                "NIXL agents that stay unused until the process ends. After 32 of them, a stuck "
-                "card makes every transfer wait until its deadline."),
+                "NIXL agents that were given up because a transfer was stuck. A process gives up "
+                "at most 32. After that, transfers over a stuck card wait until their deadline."),
     ),
     "TensorRT-LLM's own": tuple(
         # TensorRT-LLM's own Triton model has the same names, so its dashboards work here too.
@@ -316,7 +318,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             ("nv_trt_llm_general_metrics", "1", "Iterations of the engine.", "general_type"),
         )
     ),
-    "Storage nodes, as the directory reports them": (
+    "Storage nodes": (
         gauge("mooncake_store_bytes_used", "bytes", (FRONTEND,),
               "Bytes of blocks, including blocks that are being written. Node s0/ssd is the SSD "
               "tier of s0, in all metrics of storage nodes.", NODE),

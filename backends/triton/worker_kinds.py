@@ -38,7 +38,8 @@ def config_classes(
 
 
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
-    """The role's config, and if `raw` selects it, that of TensorRT-LLM or of the other role."""
+    """The role's config. TensorRT-LLM's config follows if the engine is tensorrt_llm, and the other
+    role's config if `roles` is both."""
     classes, together = config_classes(role, raw)
     return read_configs(classes, model, raw, count, together)
 

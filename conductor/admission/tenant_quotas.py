@@ -69,7 +69,8 @@ class UsageWindow:
         found.requests = max(0, found.requests + requests)
         left = found.tokens + tokens
         found.tokens = max(0, left)
-        # Notes with different delays can place a charge one second before or after its return.
+        # Times in notes are converted to this frontend's clock. Notes have different delays, so a
+        # charge and the return of its unused tokens can be in neighbouring seconds.
         for beside in self._seconds if left < 0 else ():
             if abs(beside.at_s - second) == 1:
                 taken = min(beside.tokens, -left)
@@ -188,8 +189,9 @@ class TenantQuotas:
         return self._use(UsageNote(now_s, request.tenant, 1, tokens), now_s)
 
     def ended(self, request_id: str, tokens: int, now_s: float) -> UsageNote | None:
-        """End a request that used `tokens` for prompt and answer, and return its unused tokens to
-        the window. None if no tokens are unused, or the admission has left the window."""
+        """End a request that used `tokens` for prompt and answer, and subtract its unused tokens
+        from the window. Returns the note for other frontends. Returns None if the request is not
+        counted, no tokens are unused, or the admission has left the window."""
         known = self._leave(request_id)
         if known is None or tokens >= known.tokens or now_s - known.at_s > WINDOW_S + 1:
             return None

@@ -5,9 +5,9 @@ has the queue and the reservations of the group. The other stages are tracked fo
 group takes no requests while one of its stages is missing, silent or draining. The estimate of the
 group needs the coefficients of each stage.
 
-A group is complete if each of its stages is registered once, and if all report the same number of
-stages and the same fingerprint (of model and KV layout). Otherwise stage 0 takes no requests, and
-`WorkerState.broken` has the reason.
+Stage 0 reports the number of stages n. The group is complete if each stage from 0 to n - 1 is
+registered once, and reports the n and the fingerprint (of model and KV layout) of stage 0.
+Otherwise stage 0 takes no requests, and `WorkerState.broken` has the reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def _members(
             return (), f"stage {number} of its pipeline group {how}"
         info = found[0].info
         if info.pipeline_stages != first.pipeline_stages:
-            return (), f"stage {number} of its pipeline group has {info.pipeline_stages} stages"
+            counts = f"{info.pipeline_stages} stages, but stage 0 reports {first.pipeline_stages}"
+            return (), f"stage {number} of its pipeline group reports {counts}"
         if info.fingerprint != first.fingerprint:
             return (), f"stage {number} of its pipeline group has another fingerprint"
         members.append(found[0])

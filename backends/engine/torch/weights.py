@@ -53,7 +53,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of a pipeline stage: a range of layers, and the embedding or the head."""
+    """Weights of a pipeline stage. Without pipelining, the one stage is the first and the last."""
 
     embedding: torch.Tensor | None  # [vocabulary, hidden]; None: not the first stage
     layers: list[LayerWeights]
@@ -62,7 +62,7 @@ class Weights:
 
 
 def expected_shapes(config: ModelConfig, has_own_head: bool = False) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of each tensor of this model. `has_own_head`: include lm_head in any case."""
+    """Name -> shape of each tensor. `has_own_head`: include lm_head even with tied embeddings."""
     hidden = config.hidden
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocabulary_tokens, hidden),
@@ -146,12 +146,14 @@ def load_weights(
     layers: LayerRange | None = None,  # None: all
     is_kv_fp8: bool = False,  # True: load the scales of fp8 K and V too
 ) -> Weights:
-    """Read, check and fuse. Raises CheckpointError with all missing or wrong tensors and values."""
+    """Check, read and fuse. Raises CheckpointError with all missing, wrong and unknown tensors of
+    the model. If there are none, it raises CheckpointError with all invalid values in `layers`."""
     wanted = layers or LayerRange(0, config.layers)
     is_first, is_last = wanted.first == 0, wanted.stop == config.layers
     has_head = HEAD in checkpoint.entries
     shapes = expected_shapes(config, has_head)
-    predicting = range(config.layers, config.layers + config.predicting_layers)  # not computed
+    # Layers for multi-token prediction. The engine does not use them, so it reads no such tensor.
+    predicting = range(config.layers, config.layers + config.predicting_layers)
     optional = KV_SCALE_SUFFIXES, tuple(f"model.layers.{layer}." for layer in predicting)
     found = checkpoint.problems(shapes, *optional)
     if found:
@@ -326,7 +328,7 @@ def _load_latent(
     loader: _Loader, config: ModelConfig, latent: LatentConfig, prefix: str, norm: torch.Tensor
 ) -> LatentWeights:
     def halved(rotary: torch.Tensor) -> torch.Tensor:
-        """rotary [..., rows, columns] with the even rows first, then the odd rows (see rope.py)."""
+        """Reorder interleaved rows of `rotary` [..., rows, columns]: even rows, then odd rows."""
         if not latent.is_interleaved:
             return rotary
         return torch.cat([rotary[..., 0::2, :], rotary[..., 1::2, :]], dim=-2)

@@ -1,7 +1,7 @@
 """The latest routing decisions of a frontend, with predictions and outcomes but without prompts.
 
-Listing the best pairs of workers for a decision takes time. So they are listed only for a client
-that requests them (`return_decision`), and for one other decision in EXPLAIN_EVERY_S.
+Listing the best pairs of workers takes time. So they are listed only for clients that request them
+(`return_decision`), and for at most one other decision every EXPLAIN_EVERY_S seconds.
 
 Thread-safe. Not here: deciding (conductor/), the JSON of decisions (fields.py).
 """
@@ -22,23 +22,23 @@ NOT_EXPLAINED = Explanation((), 0)
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A route, with the best pairs of workers if the client requested them."""
+    """A route, as the client receives it."""
 
     route: Route
     decided_at_s: float  # monotonic time of the decision
-    explained: Explanation = NOT_EXPLAINED
+    explained: Explanation = NOT_EXPLAINED  # set only if the client requested the best pairs
 
 
 @dataclass(slots=True)
 class DecisionRecord:
-    """The decision on one attempt of a request, and its outcome so far."""
+    """The decision on one attempt of a request, and the outcome of the attempt so far."""
 
     at_s: float  # monotonic time of the decision
     request: Request  # without its block keys
     blocks: int  # whole blocks of the prompt
     prefix: str  # short hash of all whole blocks of the prompt; "" without a whole block
     decision: Decided | Reject
-    explained: Explanation  # with at most CANDIDATES_MAX pairs
+    explained: Explanation  # for status pages; also set for some requests without `return_decision`
     cached_tokens: int | None = None  # None before the prefill reply
     prefill_s: float = 0.0  # seconds of prefill computation; 0.0 before the prefill reply
     first_token_s: float = 0.0  # seconds from the decision to the prefill reply; 0.0 before it
@@ -47,11 +47,11 @@ class DecisionRecord:
 class LatestDecisions:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: dict[str, DecisionRecord] = {}  # attempt's id -> record, oldest first
+        self._records: dict[str, DecisionRecord] = {}  # request_id of an attempt; oldest first
         self._explained_s = float("-inf")
 
     def wants_candidates(self, now_s: float) -> bool:
-        """Whether to list the best pairs for the next decision; True once in EXPLAIN_EVERY_S."""
+        """Whether to list pairs for status pages; at most once every EXPLAIN_EVERY_S seconds."""
         with self._lock:
             if now_s - self._explained_s < EXPLAIN_EVERY_S:
                 return False

@@ -3,11 +3,11 @@
 An attempt is one try of one pair of workers to serve the request. The next attempt resumes after
 the tokens that the client has, so a loss costs only time. Each kind of loss has a `Rule`:
 
-    counts      The request may be the cause of the loss, because a worker died or failed, or a
-                storage node had no room for the request's KV. After `counted_max` losses that
-                count, the request is given up. Otherwise one prompt could kill all workers.
-                Other losses are retried until the deadline. A new request, which no worker has
-                admitted, is retried after full workers at most `full_workers_max` times.
+    counts      The request itself may have caused the loss: a worker died or failed at it, or a
+                storage node had no room for its KV. After `counted_max` losses that count, the
+                request is given up. Otherwise one prompt could kill all workers. Other losses are
+                retried until the deadline. There is one exception. A new request (`is_resumed` is
+                False) that a full worker rejects is retried at most `full_workers_max` times.
     avoids      Later attempts exclude the worker. When no worker is left, none is excluded.
     is_soon     A retry has no pause if this is the first loss since the last decoded token.
 
@@ -45,15 +45,15 @@ from backends.workers.protocol import HEARTBEAT_S
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.05, 2.0  # the first and the longest pause
 CALL_SILENCE_S_MAX = 6 * HEARTBEAT_S  # 30 s; an attempt without heartbeats for longer is lost
-SILENCE_S_MAX = 1.0  # workers report every 0.5 s; a worker silent for longer counts as dead
+SILENCE_S_MAX = 1.0  # a worker whose last report is older counts as dead; reports come every 0.5 s
 
 
 class Loss(Enum):
-    """Why an attempt ended without an answer; the value is the text in logs and errors."""
+    """Why an attempt failed and may be retried; the value is the text in logs and errors."""
 
     WORKER_DIED = "a worker died with the request"
     WORKER_FAILED = "a worker failed at the request"
-    NO_ROOM = "a storage node was full"
+    NO_ROOM = "a storage node was full"  # only for a new request; STORE_LOST for a resumed one
     WORKER_FULL = "a worker was full"
     WORKER_GONE = "a worker was gone"
     WORKER_UNREACHED = "a worker was unreachable"
@@ -84,7 +84,7 @@ RULES: Mapping[Loss, Rule] = {
     Loss.MESSAGES_LOST: Rule(counts=False, avoids=False),
     Loss.NO_WORKER: Rule(counts=False, avoids=False, is_soon=False),
 }
-NOT_ADMITTED = (Loss.NO_ROOM, Loss.WORKER_FULL)  # losses that do not show an admission
+NOT_ADMITTED = (Loss.NO_ROOM, Loss.WORKER_FULL)  # losses by rejection; see `is_resumed`
 # Kinds of a rejection if no worker of a role is available.
 NO_WORKER_KINDS = ("no_prefill_worker", "no_decode_worker")
 # Kinds of a rejection by a worker at its own limits. The conductor's rejections have other kinds.
@@ -96,7 +96,8 @@ def loss_of(error: ServingError, is_resumed: bool, asks_others: bool = False) ->
 
     `is_resumed`: an earlier attempt was admitted. In that case a rejection is retried, because a
     worker may have room later. For a request that is `too_large`, no worker ever has room, so it is
-    not retried. `store_full` is retried even for a new request, because the node may be restarting.
+    not retried. `store_full` is retried even for a new request. The storage node of the prefill
+    worker is full or restarting, and another worker's node may have room.
 
     `asks_others`: a new request that a full worker rejects is retried on another worker. This
     helps with several frontends, because each of them sees the others' load late.
@@ -185,11 +186,12 @@ class Attempts:
 
     @property
     def is_resumed(self) -> bool:
-        """Whether an earlier attempt was admitted.
+        """Whether an earlier attempt was admitted, so that no limit of load rejects the request.
 
-        Any sent token shows an admission, and so does a loss that is not in NOT_ADMITTED. There is
-        one exception. While all losses are WORKER_FULL, a single sent token shows nothing, because
-        a prefill worker may have sent it before a decode worker rejected the request.
+        An attempt counts as admitted if the conductor routed it, and no worker rejected it for lack
+        of room. This holds after a sent token or a loss that is not in NOT_ADMITTED. The exception
+        is one sent token while all losses are WORKER_FULL, because a prefill worker may have sent
+        the token before a decode worker rejected the request.
         """
         of_prefill = int(all(loss is Loss.WORKER_FULL for loss in self.losses))
         was_admitted = any(loss not in NOT_ADMITTED for loss in self.losses)
@@ -206,7 +208,7 @@ class Attempts:
             return ""
         counted = sum(RULES[loss].counts for loss in self.losses)
         if counted >= self.counted_max:
-            return f"given up, because {counted} losses count for attempts_max ({self._listed()})"
+            return f"given up after {counted} counted losses (attempts_max); all: {self._listed()}"
         if now_s >= self.deadline_s:
             return f"{DEADLINE_PASSED} ({self._listed()})"
         return ""

@@ -104,7 +104,7 @@ def test_a_short_prompt_that_overtakes_at_a_group_delays_by_its_work_and_not_its
         (lambda made: made.on_worker_reached("g1", "w1", False, 1.0), "stage 1 .*: not reached"),
         (
             lambda made: made.on_events([WorkerUp(stage(1, of=3, incarnation="w2"))], 1.0),
-            "stage 1 .* has 3 stages",
+            "stage 1 .* reports 3 stages, but stage 0 reports 2",
         ),
         (
             lambda made: made.on_events([WorkerUp(stage(1, fingerprint="x", incarnation="w2"))], 1),
