@@ -23,7 +23,7 @@ test: $(READY)  ## set up, then run the tests, the real Triton included (ARGS="-
 	@# Three processes for two cores: tests under Triton wait for their servers.
 	@exec $(BIN)/python -m pytest -m "not long" -n 3 $(ARGS)
 
-test-quick: $(READY)  ## the quick tests that start no server, in less than three minutes
+test-quick: $(READY)  ## the quick tests that start no server, in three to five minutes
 	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long and not slow" -n 2 $(ARGS)
 
 test-long: $(READY)  ## torture, freezes, full disks, whole traces, slow servers: what `make test` leaves out
