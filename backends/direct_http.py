@@ -8,7 +8,12 @@ same headers, so the other host would get the API key.
 from __future__ import annotations
 
 import urllib.request
+from http.client import HTTPException
 from typing import Any
+
+# Raised by a call and by reading its answer: a broken connection, a status other than 2xx, or an
+# answer that is not valid HTTP. urllib passes HTTPException on, which is not an OSError.
+CALL_FAILED = (OSError, HTTPException)
 
 
 def direct_opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:

@@ -5,7 +5,6 @@ The state of a part that does not answer has the reason. Each query times out af
 
 from __future__ import annotations
 
-import http.client
 import json
 import ssl
 import urllib.error
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 from backends.cluster.deployment import Deployment, is_loopback
 from backends.cluster.host_plan import HostPlan, host_plan
-from backends.direct_http import direct_opener
+from backends.direct_http import CALL_FAILED, direct_opener
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.directory.election import leader_at, waiting_at
 from mooncake_store.directory.etcd import etcd_url
@@ -115,7 +114,7 @@ def _answers(url: str) -> str:
             return UP if answer.status == 200 else f"{DOWN}: status {answer.status}"
     except urllib.error.HTTPError as error:
         return f"{DOWN}: status {error.code}"
-    except (OSError, http.client.HTTPException) as error:
+    except CALL_FAILED as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):
             reason = refusal_words(url, reason)
@@ -137,7 +136,7 @@ def _unreached(ready_url: str) -> dict[str, str]:
         with _opener().open(url, asked, timeout=ASK_S_MAX) as answer:
             described = json.loads(json.load(answer)["text_output"])
             return dict(described["unreached_workers"])
-    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException):
+    except (*CALL_FAILED, ValueError, KeyError, TypeError):
         return {}  # the state of the frontend shows the failure
 
 

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from backends.cluster.rendered_folder import is_rendered
 from backends.config_pbtxt import WorkerConfig
+from backends.direct_http import CALL_FAILED
 from backends.doctor.host_facts import read_host
 from backends.doctor.judgement import BROKEN, Finding, broken, host_findings, note, skew_findings
 from backends.doctor.running_check import read_running, running_findings
@@ -146,7 +146,7 @@ def system_findings(running: RunningSettings | None, metrics_url: str) -> Iterat
         return
     try:
         facts = read_running(running, metrics_url)
-    except (OSError, ValueError, KeyError, TypeError, HTTPException) as error:
+    except (*CALL_FAILED, ValueError, KeyError, TypeError) as error:
         yield broken(
             "running system",
             f"{metrics_url} gives no valid answer: {error}",

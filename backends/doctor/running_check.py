@@ -9,10 +9,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from typing import Any
 
-from backends.direct_http import DIRECTLY
+from backends.direct_http import CALL_FAILED, DIRECTLY
 from backends.doctor.judgement import RATE_WANTED, Finding, broken, note, warning
 from backends.errors import Forbidden
 from backends.metrics.status.view import Page, parse
@@ -168,7 +167,7 @@ def timed_request(http: str) -> FirstTokenTimed:
                     return FirstTokenTimed(seconds, str(said.get("error", "")))
     except urllib.error.HTTPError as error:
         return FirstTokenTimed(problem=f"status {error.code}: {error.read(500).decode()}")
-    except (OSError, ValueError, HTTPException) as error:
+    except (*CALL_FAILED, ValueError) as error:
         return FirstTokenTimed(problem=f"no answer: {error}")
     return FirstTokenTimed(problem="the answer ended before its first token")
 

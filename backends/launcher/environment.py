@@ -196,7 +196,7 @@ def free_ports(
         ports: list[int] = []
         for port in rng.sample(range(port_min, port_max), port_max - port_min):
             if len(ports) == count:
-                return ports
+                break
             if port in promised:
                 continue
             listener = held.enter_context(socket.socket())

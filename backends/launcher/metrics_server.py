@@ -18,7 +18,6 @@ fetches them every second, so that few counts are lost when a process dies.
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import re
@@ -29,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 
-from backends.direct_http import DIRECTLY
+from backends.direct_http import CALL_FAILED, DIRECTLY
 from backends.launcher.repository import ModelState
 from backends.metrics.table import METRICS
 from mooncake_store.process.bounded_http import BoundedHttpServer
@@ -251,5 +250,5 @@ def _fetched(source: MetricsSource) -> str | None:
         url = f"http://{source.address}/metrics"
         with DIRECTLY.open(url, timeout=FETCH_S_MAX) as answer:
             return str(answer.read().decode(errors="replace"))
-    except (OSError, ValueError, http.client.HTTPException):
+    except (*CALL_FAILED, ValueError):
         return None

@@ -27,12 +27,11 @@ import time
 import urllib.error
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from http.client import HTTPException
 from pathlib import Path
 
 from backends.cluster.host_plan import HostPlan, reached_at
 from backends.cluster.model_rendering import BACKEND, BYTES, CONFIG, ROLES
-from backends.direct_http import DIRECTLY
+from backends.direct_http import CALL_FAILED, DIRECTLY
 from backends.errors import ConfigError
 from backends.model_settings.model_file import reading_problem, without_comments
 from backends.model_settings.repository_files import digest, read_config
@@ -407,7 +406,7 @@ def ready_by_http(address: str, model: str) -> bool | None:
             return bool(answer.status == 200)
     except urllib.error.HTTPError:
         return False
-    except (OSError, HTTPException):
+    except CALL_FAILED:
         return None
 
 

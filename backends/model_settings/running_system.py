@@ -10,12 +10,11 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from http.client import HTTPException
 from pathlib import Path
 
 import msgspec
 
-from backends.direct_http import DIRECTLY
+from backends.direct_http import CALL_FAILED, DIRECTLY
 from backends.shipped import DEFAULT_REPOSITORY
 
 ASK_S_MAX = 5.0  # timeout of one GET /settings
@@ -78,7 +77,7 @@ def ask_at(metrics_url: str) -> Ask:
         try:
             with DIRECTLY.open(url, timeout=ASK_S_MAX) as answer:
                 return msgspec.convert(json.load(answer), RunningSettings)
-        except (OSError, ValueError, HTTPException, msgspec.ValidationError):
+        except (*CALL_FAILED, ValueError, msgspec.ValidationError):
             return None
 
     return ask

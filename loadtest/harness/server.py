@@ -22,10 +22,9 @@ import time
 import urllib.error
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException
 from pathlib import Path
 
-from backends.direct_http import DIRECTLY
+from backends.direct_http import CALL_FAILED, DIRECTLY
 from backends.launcher.environment import free_ports
 from backends.shipped import shipped_repository
 from loadtest.client.server import Addresses, addresses_of
@@ -166,7 +165,7 @@ def gateway_is_ready(gateway: str) -> bool:
     try:
         with DIRECTLY.open(f"http://{gateway}/ready", timeout=PROBE_S_MAX) as answer:
             return bool(answer.status == 200)
-    except (OSError, HTTPException):
+    except CALL_FAILED:
         return False
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import time
 from collections import deque
 
-from backends.direct_http import DIRECTLY
+from backends.direct_http import CALL_FAILED, DIRECTLY
 from backends.metrics.status.view import Page, View, parse, view
 
 DEFAULT_METRICS_URL = "http://127.0.0.1:8002/metrics"
@@ -28,7 +27,7 @@ def fetch(metrics_url: str) -> Page:
     """Fetch and parse the page. Raises NoStatus."""
     try:
         page = parse(fetch_page(metrics_url).decode(), time.monotonic())
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (*CALL_FAILED, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise NoStatus(
             f"{metrics_url}: {reason}. Start a server with `mooncake serve`, or set "
