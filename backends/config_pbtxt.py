@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from backends.errors import ConfigError
+from mooncake_store.sizes import size_bytes
 
 ENGINES = ("torch", "tensorrt_llm")
 DTYPES = ("float32", "bfloat16")
@@ -24,9 +25,17 @@ ROLES = ("one", "both")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 # Old -> new name of a parameter. Old names are accepted for one release, with a logged warning.
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
+KV_PAGES_MIN = 2  # least number of pages of an engine
+Size = int  # kind of a parameter in bytes that is written as a size, such as 256M
+EXPECTED = {"Size": "a size such as 256M"}  # kind -> its name in errors, if it is another
 RECORDING_BYTES_MIN = 2**20  # least value of recording_bytes_max
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
+
+KV_PAGES_IS_OLD = (
+    "kv_pages is deprecated and overrides kv_bytes; set kv_bytes to a size such as 256M and remove "
+    "kv_pages"
+)
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +60,8 @@ class WorkerConfig:
     store_node: str = "s0"  # name of the storage node whose memory this worker maps
     block_tokens: int = 64  # tokens per block: a power of two, equal in all workers of a store
     context_tokens_max: int = 0  # longest prompt + output in tokens; 0: the checkpoint's limit
-    kv_pages: int = 256  # KV memory of the engine, in pages of block_tokens tokens; >= 2
+    kv_bytes: Size = 256 * 2**20  # KV memory of the engine; at least KV_PAGES_MIN pages
+    kv_pages: int = 0  # deprecated: KV memory in pages of block_tokens tokens; 0: as kv_bytes says
     # mapped | nixl | tcp | auto (KV of the own node: mapped; of others: nixl if it works, else tcp)
     transport: str = "auto"
     lease_s: float = 30.0  # seconds after which an unrenewed lease on KV blocks ends; >= 1
@@ -88,8 +98,8 @@ class WorkerConfig:
             found.append(f"block_tokens is {self.block_tokens}; use a power of two, such as 64")
         if self.context_tokens_max < 0:
             found.append("context_tokens_max must be 0 (the checkpoint's limit) or positive")
-        if self.kv_pages < 2:
-            found.append(f"kv_pages is {self.kv_pages}; at least 2 are needed, 256 is usual")
+        if self.kv_pages and self.kv_pages < KV_PAGES_MIN:
+            found.append(f"kv_pages is {self.kv_pages}; use kv_bytes, or at least {KV_PAGES_MIN}")
         if self.lease_s < 1.0:
             found.append(f"lease_s is {self.lease_s}; use 1 or more, 30 is usual")
         if not 0.0 < self.transfer_s_max < self.lease_s:
@@ -101,6 +111,17 @@ class WorkerConfig:
             found.append("store_node must name a storage node, such as s0")
         found += self._pipeline_problems()
         return found
+
+    def pages_max(self, page_bytes: int) -> int:
+        """Number of KV pages of `page_bytes` each. Raises ConfigError if they are too few."""
+        pages = self.kv_pages or self.kv_bytes // page_bytes
+        if pages < KV_PAGES_MIN:
+            raise ConfigError(
+                f"kv_bytes is {shown_mib(self.kv_bytes)}, but a page of {self.block_tokens} tokens "
+                f"has {shown_mib(page_bytes)} and {KV_PAGES_MIN} pages are needed; set kv_bytes to "
+                f"{KV_PAGES_MIN * page_bytes} or more, or lower block_tokens"
+            )
+        return pages
 
     def _pipeline_problems(self) -> Iterator[str]:
         if self.pipeline_stages < 1:
@@ -220,7 +241,7 @@ def check_configs(
         try:
             values[name] = convert(kind, raw[name])
         except ValueError:
-            found.append(f"{name} is {raw[name]!r}; expected {kind}")
+            found.append(f"{name} is {raw[name]!r}; expected {EXPECTED.get(kind, kind)}")
     # Readable values are checked even if others are unreadable, to report every mistake at once.
     configs: list[Config] = []
     for cls in classes:
@@ -239,17 +260,25 @@ def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
             log.warning("%s/config.pbtxt: %s is now called %s; rename it", model, old, new)
             value = named.pop(old)
             named.setdefault(new, value)
+    if "kv_pages" in named:
+        log.warning("%s/config.pbtxt: %s", model, KV_PAGES_IS_OLD)
     return named
 
 
 def convert(kind: str, text: str) -> object:
-    """Parse a parameter of this kind: bool, int, float or str. Raises ValueError on failure."""
+    """Parse a parameter: bool, int, Size, float or str. Raises ValueError on failure."""
     if kind == "bool":
         lowered = text.strip().lower()
         if lowered not in TRUE + FALSE:
             raise ValueError(text)
         return lowered in TRUE
+    if kind == "Size":
+        return int(size_bytes(text))
     return {"int": int, "float": float, "str": str}[kind](text)
+
+
+def shown_mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.4g} MiB"
 
 
 @dataclass(frozen=True, slots=True)

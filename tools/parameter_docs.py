@@ -61,7 +61,7 @@ worker, with TensorRT-LLM `tp_size`, `page_tokens` and `handoff` too: all worker
 same, and they are changed with the server stopped."""
 
 STAGES = """The stages of a group have one `checkpoint`, `dtype`, `kv_dtype`, `block_tokens`,
-`kv_pages`, `context_tokens_max` and `chunk_tokens`, and the torch engine; they may be on other
+`kv_bytes`, `context_tokens_max` and `chunk_tokens`, and the torch engine; they may be on other
 hosts. A stage that starts and finds one that differs does not load; one that changes while it is
 served only waits, so that all can be changed. While a stage is missing the group takes no
 requests."""
@@ -69,7 +69,7 @@ requests."""
 OF_TRTLLM = """With another engine they are refused as unknown. None of this has run on a GPU
 ([what has run where](../../deploy/README.md#what-has-run-where)).
 
-There `kv_pages` is KV memory on the GPU and, once more, of the staging pool in `/dev/shm`;
+There `kv_bytes` is KV memory on the GPU and, once more, of the staging pool in `/dev/shm`;
 `chunk_tokens` and `slots` are TensorRT-LLM's `max_num_tokens` and `max_batch_size`; `device` and
 `threads` mean nothing. `stop_words`, `end_id` and streaming work as with torch; sampled tokens
 (not greedy ones) are drawn by TensorRT-LLM's own sampler, so a request that moves to another

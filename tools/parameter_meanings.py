@@ -70,11 +70,20 @@ WORKER: tuple[ParameterMeaning, ...] = (
     ParameterMeaning(
         "context_tokens_max",
         "0 or more, to the checkpoint's",
-        "longest prompt plus output; 0: what the checkpoint allows. Never more than `kv_pages × "
-        "block_tokens`",
+        "longest prompt plus output; 0: what the checkpoint allows. Never more than the pages of "
+        "`kv_bytes` hold",
     ),
     ParameterMeaning(
-        "kv_pages", "2 or more", "KV memory of the engine, in pages of `block_tokens` tokens"
+        "kv_bytes",
+        "2 pages or more, like `256M` or `1.5G`",
+        "KV memory of the engine, in whole pages of `block_tokens` tokens. A page of 64 tokens has "
+        "1.4 MiB with SmolLM2-135M in bfloat16, and 128 KiB with the demo",
+    ),
+    ParameterMeaning(
+        "kv_pages",
+        "0, or 2 or more",
+        "deprecated, for one release: the number of pages, which overrides `kv_bytes`; 0: "
+        "`kv_bytes` decides",
     ),
     ParameterMeaning(
         "transport",
@@ -156,7 +165,7 @@ TRTLLM: tuple[ParameterMeaning, ...] = (
         "gpu_memory_fraction",
         "above 0, below 1",
         "of the GPU memory that is free when the engine starts: the most that KV may take, "
-        "whatever `kv_pages` asks for",
+        "whatever `kv_bytes` asks for",
     ),
     ParameterMeaning(
         "handoff",

@@ -20,6 +20,7 @@ from backends.cluster.model_rendering import ROLES
 from backends.config_pbtxt import (
     MORE_FRONTENDS,
     MORE_WORKERS,
+    KV_PAGES_IS_OLD,
     OLD_NAMES,
     FrontendConfig,
     TokenizerConfig,
@@ -41,7 +42,7 @@ CLASSES: Mapping[str, tuple[type[Any], ...]] = {
 INPUTS = (*tensors.SUPPORTED_INPUTS, *tensors.UNSUPPORTED_INPUTS)
 STAGES_MAX = 1024  # stages of a pipeline group that are searched for gaps
 # Parameters that must be equal in a pipeline group, beside FINGERPRINT, which all workers share.
-OF_A_GROUP = ("kv_pages", "context_tokens_max", "chunk_tokens")
+OF_A_GROUP = ("kv_bytes", "kv_pages", "context_tokens_max", "chunk_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,8 @@ def _model_notes(file: ModelFile) -> Iterator[str]:
     for old, new in OLD_NAMES.items():
         if old in file.parameters:
             yield f"{old} is now called {new}; rename it"
+    if "kv_pages" in file.parameters and file.backend in ROLES:
+        yield KV_PAGES_IS_OLD
     if file.backend == "conductor":
         missing = [each.name for each in INPUTS if each.name not in file.inputs]
         if missing:

@@ -35,7 +35,9 @@ class LastingParts:
         engine = driver.engine
         self.can_flip = can_flip
         self.config = config
-        self.context_tokens_max = _context_tokens_max(config, engine.context_tokens_max, folder)
+        self.context_tokens_max = _context_tokens_max(
+            config, engine.context_tokens_max, engine.pages.pages_max, folder
+        )
         print_fields = (engine.model_id, engine.weights_id, engine.layout, engine.tp_shape)
         self.directory = DirectoryClient(os.environ["MOONCAKE_DIRECTORY"])
         self.fingerprint = kv_layout.fingerprint(*print_fields)
@@ -67,7 +69,9 @@ class LastingParts:
         self.directory.close()
 
 
-def _context_tokens_max(config: WorkerConfig, allowed: int, folder: Path) -> int:
+def _context_tokens_max(
+    config: WorkerConfig, allowed: int, pages_max: int, folder: Path
+) -> int:
     """Most tokens of prompt and output. Raises ConfigError if the setting is above `allowed`."""
     wanted = config.context_tokens_max
     if wanted > allowed:
@@ -75,4 +79,4 @@ def _context_tokens_max(config: WorkerConfig, allowed: int, folder: Path) -> int
             f"context_tokens_max is {wanted}, but {folder.name} allows {allowed}; lower it or "
             "leave it 0"
         )
-    return min(wanted or allowed, config.kv_pages * config.block_tokens)
+    return min(wanted or allowed, pages_max * config.block_tokens)

@@ -52,7 +52,7 @@ def load_engine(config: WorkerConfig, repository: str) -> TorchEngine:
 
     return TorchEngine.load(
         checkpoint_folder(config.checkpoint, repository),
-        pages_max=config.kv_pages,
+        pages_max=config.pages_max,
         block_tokens=config.block_tokens,
         dtype=config.dtype,
         device=config.device,

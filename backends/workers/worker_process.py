@@ -126,7 +126,7 @@ class WorkerProcess:
             block_tokens=config.block_tokens,
             block_bytes=layout.block_bytes,
             context_tokens_max=self.context_tokens_max,
-            pages_max=config.kv_pages,
+            pages_max=self.engine.pages.pages_max,
             slots_max=slots_max,
             prefill_coefficients=profile.prefill,
             decode_coefficients=profile.decode,

@@ -83,8 +83,7 @@ def worker_parameters(engine: PlannedEngine, is_prefill: bool) -> dict[str, str]
     of_role = (
         {"chunk_tokens": settings.chunk_tokens} if is_prefill else {"slots": settings.decode_slots}
     )
-    pages = gpu.pages_bytes // (settings.block_tokens * gpu.token_bytes)
-    shapes = {"block_tokens": settings.block_tokens, "kv_pages": pages, **of_role}
+    shapes = {"block_tokens": settings.block_tokens, "kv_bytes": gpu.pages_bytes, **of_role}
     return {**engine.parameters(), **{name: str(value) for name, value in shapes.items()}}
 
 

@@ -53,7 +53,6 @@ SETTINGS = (
     "threads",
     "block_tokens",
     "chunk_tokens",
-    "kv_pages",
     "slots",
 )
 STREAMS_MAX = 24
@@ -115,7 +114,7 @@ async def measure(
             min(server.context_tokens_max, context_tokens_max),
             server.block_tokens,
             int(of_decode.get("slots", 32)),
-            int(of_decode.get("kv_pages", 256)),
+            int(of_decode["kv_pages"]),
         )
         prefills = [point for point in PREFILL_POINTS if room.takes_prefill(*point)]
         decodes = [point for point in DECODE_POINTS if room.takes_decode(*point)]
@@ -211,16 +210,17 @@ def _gauges(page: str, name: str) -> list[tuple[Mapping[str, str], float]]:
 
 
 def settings_of(addresses: Addresses, repository: Path | None, worker: str) -> dict[str, str]:
-    """The engine's parameters in the worker's config.pbtxt. Without a known repository only the KV
-    memory is known, from the metrics page."""
-    if repository is not None:
-        text = (repository / worker / "config.pbtxt").read_text()
-        found = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
-        return {name: found[name].string_value for name in SETTINGS if name in found}
+    """The worker's number of pages, from the metrics page, and the engine's parameters in its
+    config.pbtxt, if the repository is known."""
     pages = counter_sum(fetch_page(addresses.metrics_url), "mooncake_pages_max", {"model": worker})
     if pages is None:
         raise ServerError("unavailable", f"{addresses.metrics_url} knows no worker {worker}")
-    return {"kv_pages": f"{pages:.0f}"}
+    settings = {"kv_pages": f"{pages:.0f}"}
+    if repository is not None:
+        text = (repository / worker / "config.pbtxt").read_text()
+        found = text_format.Parse(text, model_config_pb2.ModelConfig()).parameters
+        settings |= {name: found[name].string_value for name in SETTINGS if name in found}
+    return settings
 
 
 def is_local(url: str) -> bool:

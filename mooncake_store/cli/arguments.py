@@ -18,6 +18,7 @@ import typer
 
 from mooncake_store.block_keys import KEY_BYTES
 from mooncake_store.client.client import key_of
+from mooncake_store.sizes import size_bytes
 from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
 
 VARIABLE = "MOONCAKE_DIRECTORY"
@@ -28,15 +29,14 @@ FOLDER_BYTES_MAX = PATH_BYTES_MAX - 1 - NODE_NAME_BYTES_MAX
 # Longest folder name of `mooncake serve`: "mooncake-", a process id of 7 digits, 2 random parts.
 LAUNCH_BYTES_MAX = 34
 SHORT_PLACE = Path("/tmp")  # parent of socket folders if holds_sockets() rejects $TMPDIR
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str, option: str = "", bytes_min: int = 0) -> int:
     """'512M', '1GiB' or '1073741824' as bytes. BadParameter: not a size, or out of bounds."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?\s*", text, flags=re.IGNORECASE)
-    if not match:
-        raise typer.BadParameter(f"{text!r} is not a size; write for example 512M or 2G")
-    size = float(match.group(1)) * UNITS[match.group(2).upper()]
+    try:
+        size = size_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if not bytes_min <= size <= BYTES_MAX:
         raise typer.BadParameter(
             f"{option or 'the size'} is {text[:40]}: give at least {shown_bytes(bytes_min)} and at "

@@ -55,7 +55,7 @@ class KvMemory:
         if size_bytes > (available_bytes := memory_available_bytes()):
             raise MemoryError(
                 f"{pages_max} KV pages need {size_bytes / 2**20:,.0f} MiB, "
-                f"{available_bytes / 2**20:,.0f} MiB are left; use fewer pages"
+                f"{available_bytes / 2**20:,.0f} MiB are left; lower kv_bytes"
             )
         self.bytes = _faulted(size_bytes, device.type == "cuda")
         host = torch.from_numpy(self.bytes).view(KV_DTYPES[layout.dtype])

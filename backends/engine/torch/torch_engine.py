@@ -78,7 +78,7 @@ class TorchEngine:
     def load(
         cls,
         checkpoint_dir: str | Path,
-        pages_max: int,
+        pages_max: int | Callable[[int], int],
         block_tokens: int,
         dtype: str = "float32",
         device: str = "cpu",
@@ -89,6 +89,8 @@ class TorchEngine:
     ) -> TorchEngine:
         """Read a Hugging Face folder. Raises CheckpointError; MemoryError if the pages do not fit.
 
+        `pages_max`: number of pages, or a function from the bytes of a page to it. Each pipeline
+        stage passes the bytes of the stage with the most layers, so all have as many pages.
         `threads`: torch's CPU threads, set for the whole process. With several pipeline `stages`
         the engine has only the weights and pages of this stage's layers. `kv_dtype`: "fp8" or
         "auto", which is fp8 if the checkpoint requests it, else `dtype`.
@@ -105,6 +107,9 @@ class TorchEngine:
         if found:
             raise CheckpointError(checkpoint_dir, found)
         layers = config.stage_layers(stage, stages)
+        if not isinstance(pages_max, int):  # the first stage has the most layers
+            most = len(config.stage_layers(0, stages))
+            pages_max = pages_max(replace(layout, layers=most).block_bytes)
         weights = load_weights(
             checkpoint, config, TORCH_DTYPES[dtype], torch_device, layers, layout.dtype == "fp8"
         )

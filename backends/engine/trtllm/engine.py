@@ -179,11 +179,11 @@ class TrtllmEngine:
         """TensorRT-LLM takes fewer pages than it is told to when the GPU has no room for them."""
         promised = len(self.kv_pool) // self.layout.block_bytes * self.layout.block_tokens
         there = pages * self.config.page_tokens
-        said = f"TensorRT-LLM has pages for {there} tokens on the GPU, kv_pages promises {promised}"
+        said = f"TensorRT-LLM has pages for {there} tokens on the GPU, kv_bytes promises {promised}"
         if there < self.max_seq_len:
             raise ConfigError(f"{said}, and a request may have {self.max_seq_len}: lower both")
         if there < promised:
-            log.warning("%s: requests will wait inside the engine; lower kv_pages", said)
+            log.warning("%s: requests will wait inside the engine; lower kv_bytes", said)
 
     def _reason_of(self, error: BaseException) -> str:
         """What the connector says is wrong is more to the point than what came of it."""
@@ -273,6 +273,6 @@ def _context_problems(spec: EngineSpec, shape: KvShape, folder: Path) -> Iterato
         )
     if asked > of_pages:
         yield (
-            f"context_tokens_max is {asked}, but kv_pages x block_tokens is {of_pages}; lower it, "
-            "leave it 0, or raise kv_pages"
+            f"context_tokens_max is {asked}, but the pages of kv_bytes hold {of_pages}; lower it, "
+            "leave it 0, or raise kv_bytes"
         )

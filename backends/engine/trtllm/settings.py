@@ -35,7 +35,7 @@ SAID_ELSEWHERE = {
     "kv_connector_config": "nothing: it is ours",
     "cache_transceiver_config": "handoff",
     "kv_cache_config.tokens_per_block": "page_tokens",
-    "kv_cache_config.max_tokens": "kv_pages",
+    "kv_cache_config.max_tokens": "kv_bytes",
     "kv_cache_config.free_gpu_memory_fraction": "gpu_memory_fraction",
     "model_kwargs.torch_dtype": "dtype",
     "model_kwargs.dtype": "dtype",
@@ -109,7 +109,7 @@ class TrtllmConfig:
     gpus: str = ""  # CUDA devices of this worker, "0" or "0,1"; empty: the first tp_size
     tp_size: int = 1  # tensor parallel size: over so many GPUs
     page_tokens: int = 32  # tokens of a page of TensorRT-LLM; block_tokens is a multiple of it
-    gpu_memory_fraction: float = 0.9  # of what is free when the engine starts; bounds kv_pages
+    gpu_memory_fraction: float = 0.9  # of what is free when the engine starts; bounds kv_bytes
     handoff: str = "store"  # store | native: how KV gets from prefill to decode
     # Prefixes of so many MiB over one GPU's bus are loaded beside the passes of other prompts, all
     # that is handed over to decode beside the steps of its streams; 0: all hold up their own pass.

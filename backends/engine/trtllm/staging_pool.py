@@ -47,7 +47,7 @@ class StagingPool:
             self.path.unlink()
             raise PoolProblem(
                 f"the staging pool of {pages} pages needs {size_bytes / 2**20:,.0f} MiB in {SHM}: "
-                f"{error.strerror}. Lower kv_pages, or enlarge it (docker: --shm-size)"
+                f"{error.strerror}. Lower kv_bytes, or enlarge it (docker: --shm-size)"
             ) from error
         finally:
             os.close(file)

@@ -133,7 +133,7 @@ def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
     for field, label in (
         ("pipeline_stages", "pipeline_stages"),
         ("block_tokens", "block_tokens"),
-        ("pages_max", "kv_pages"),
+        ("pages_max", "pages of kv_bytes"),
         ("context_tokens_max", "context_tokens_max"),
     ):
         ours, theirs = getattr(own, field), getattr(other, field)

@@ -15,15 +15,18 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.engine.trtllm.channel import ChannelError
+from backends.engine.model_config import CheckpointError
 from backends.engine.trtllm.engine import TrtllmEngine
+from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
 from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
 from backends.engine.trtllm.stats import EngineHealth, IterationStats
-from backends.errors import WorkerUnavailable
+from backends.errors import ConfigError, WorkerUnavailable
 from backends.workers.driver import Driver
 from backends.workers.kv_loader import KvLoader
 from backends.workers.trtllm.places import PlacedLoader, Regions
@@ -68,7 +71,7 @@ class TrtllmDriver(Driver[W, J]):
             dtype=worker.dtype,
             kv_dtype=worker.kv_dtype,
             block_tokens=worker.block_tokens,
-            kv_pages=worker.kv_pages,
+            kv_pages=_kv_pages(worker, config, folder),
             context_tokens_max=worker.context_tokens_max,
             requests_max=requests_max,
             chunk_tokens=chunk_tokens,
@@ -218,3 +221,19 @@ class StagedPages:
         self.lost_pages += len(pages)
         log.error("%d pages of %s are lost: %s", len(pages), request_id, error)
         self._on_dead(str(error))
+
+
+def _kv_pages(worker: PrefillConfig | DecodeConfig, config: TrtllmConfig, folder: Path) -> int:
+    """Pages of the worker's KV memory. Raises ConfigError: a wrong checkpoint, too few bytes."""
+    if worker.kv_pages:
+        return worker.kv_pages
+    try:
+        shape = read_kv_shape(folder, config.tp_size, worker.context_tokens_max)
+        found: list[str] = []
+        dtype = read_kv_dtype(folder, worker.kv_dtype, worker.dtype, found)
+        if found:
+            raise CheckpointError(folder, found)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    layout = shape.layout(dtype, worker.block_tokens, config.tp_size)
+    return worker.pages_max(layout.block_bytes)

@@ -11,7 +11,7 @@ COMMON = ("dtype", "kv_dtype", "block_tokens", "kv_pages", "context_tokens_max")
 
 
 def prefill_spec(**changes: Any) -> EngineSpec:
-    config = PrefillConfig(**changes)
+    config = PrefillConfig(**{"kv_pages": 256, **changes})
     common = {name: getattr(config, name) for name in COMMON}
     return EngineSpec(
         role="prefill",
@@ -22,6 +22,6 @@ def prefill_spec(**changes: Any) -> EngineSpec:
 
 
 def decode_spec(**changes: Any) -> EngineSpec:
-    config = DecodeConfig(**changes)
+    config = DecodeConfig(**{"kv_pages": 256, **changes})
     common = {name: getattr(config, name) for name in COMMON}
     return EngineSpec(role="decode", requests_max=config.slots, **common)
