@@ -5,15 +5,19 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
+MODEL ?=
+# Without MODEL, a model that cannot be fetched is replaced by the demo.
+CHECKPOINT = $(if $(MODEL),--checkpoint $(MODEL),--default-checkpoint smollm2-135m)
 USERS ?= 5
 SECONDS ?= 60
+WORKLOAD = --workload chat:3,shared:1
 SEEDS ?= 100
 STEPS ?= 5000
 
 .PHONY: serve test test-quick test-long test-fallbacks test-fleet fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
 
-serve: $(READY)  ## set up, then serve the models in model_repository/ until Ctrl-C
-	@exec $(BIN)/mooncake serve $(ARGS)
+serve: $(READY)  ## set up, then serve SmolLM2-135M until Ctrl-C (MODEL=demo, MODEL=a folder)
+	@exec $(BIN)/mooncake serve $(CHECKPOINT) $(ARGS)
 
 # Every server of a test is a dozen processes of Python, which compile all of the product when nobody
 # may keep what comes out: a tenth of the time.
@@ -78,7 +82,7 @@ clients: $(READY)  ## public load generators, unchanged (ARGS="curl --url 127.0.
 	$(BIN)/python -m bench.clients $(ARGS)
 
 loadtest: $(READY)  ## users for a while, and a report (USERS=20 SECONDS=60 ARGS="--workload chat")
-	@exec $(BIN)/python -m loadtest.users --users $(USERS) --seconds $(SECONDS) $(ARGS)
+	@exec $(BIN)/python -m loadtest.users --users $(USERS) --seconds $(SECONDS) $(WORKLOAD) $(ARGS)
 
 # kubernetes-validate and its schemas (108 MB) are for this check only, so they have an environment
 # of their own.

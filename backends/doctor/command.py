@@ -22,7 +22,7 @@ from backends.doctor.running_check import read_running, running_findings
 from backends.doctor.transfer_probe import probe
 from backends.errors import ConfigError
 from backends.launcher import environment
-from backends.launcher.command import StorageNodes, StoreBytes
+from backends.launcher.command import STORE_BYTES, StorageNodes, StoreBytes
 from backends.launcher.launch import TRITON_SHM_BYTES
 from backends.metrics.status.readings import DEFAULT_METRICS_URL
 from backends.model_settings.checkpoint_facts import facts_beside
@@ -53,7 +53,7 @@ def doctor(
         int, typer.Option(help="OpenAI's interface of the next start; 0: none.")
     ] = 0,
     nodes: StorageNodes = "s0,s1",
-    store_bytes: StoreBytes = "1G",
+    store_bytes: StoreBytes = STORE_BYTES,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
 ) -> None:
     """Check whether this host can serve and whether a running system works, and print remedies.

@@ -18,6 +18,7 @@ from backends.metrics.status.view import Page, parse
 from backends.model_settings.running_system import REFUSED, RunningSettings
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.errors import StoreError
+from mooncake_store.process.process_memory import pid_space, pss_bytes
 
 ASK_S_MAX = 10.0  # timeout of a GET from the launcher's metrics port
 REQUEST_S_MAX = 60.0  # timeout of each socket read of the timed request's answer
@@ -107,8 +108,28 @@ def running_findings(facts: RunningFacts) -> Iterator[Finding]:
             f"workers read storage nodes at {min(every) / 1e9:.2f} to "
             f"{max(every) / 1e9:.2f} GB/s, measured when the workers started",
         )
+    yield from memory_findings(facts.settings)
     yield from request_findings(facts.request)
     yield from web_page_findings(facts)
+
+
+def memory_findings(settings: RunningSettings) -> Iterator[Finding]:
+    """The memory of the running system, if its processes are on this host."""
+    if settings.pid_space != pid_space():
+        return
+    try:
+        found = pss_bytes(settings.processes)
+    except PermissionError:
+        yield note(
+            "memory",
+            "the processes of the running system belong to another user",
+            "run `mooncake doctor` as that user",
+        )
+        return
+    kinds = sorted(found.items(), key=lambda kind: -kind[1])
+    parts = ", ".join(f"{kind} {size / 2**20:,.0f}" for kind, size in kinds)
+    total = sum(found.values()) / 2**20
+    yield Finding("memory", f"all processes hold {total:,.0f} MiB (sum of PSS): {parts}")
 
 
 def web_page_findings(facts: RunningFacts) -> Iterator[Finding]:

@@ -22,7 +22,11 @@ from backends.launcher.environment import EnvironmentProblem
 from backends.launcher.launch import Launcher
 from backends.launcher.launch_plan import GatewayOptions, HostOptions, ObserveOptions, ServeOptions
 from backends.launcher.repository import WorkerFolders
+from backends.launcher.served_checkpoint import default_checkpoint as default_checkpoint_of
+from backends.launcher.served_checkpoint import dtype_of, named_checkpoint
 from backends.model_settings.serve_settings import ServeSettings
+from backends.models.problems import ModelError
+from backends.models.progress import shown_progress
 from mooncake_store.cli.arguments import parse_bytes, parse_nodes
 from mooncake_store.cli.serving import UNIT_BYTES
 from mooncake_store.keys import folder
@@ -35,7 +39,10 @@ from mooncake_store.process.child_processes import (
 )
 
 console = Console(stderr=True, highlight=False)
+# Prompts of the first request. Triton's interface applies no chat template.
+QUESTION, BEGINNING = "What is the capital of France?", "The capital of France is"
 ELASTIC_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
+STORE_BYTES = "768M"  # default of --store-bytes
 WORKERS_MAX = 64  # limit of the workers of one role
 
 # Options that are rejected with --cluster, because the cluster file defines them for each host.
@@ -112,10 +119,25 @@ StateDir = Annotated[
     Path, typer.Option(help="Logs, staged backends and this machine's measured speeds.")
 ]
 CheckpointOption = Annotated[
-    str, typer.Option(help="Hugging Face folder for all models; overrides config.pbtxt.")
+    str,
+    typer.Option(
+        help="Checkpoint of all models: a Hugging Face folder, or a name of `mooncake model list`, "
+        "which is fetched if it is absent. Overrides config.pbtxt."
+    ),
+]
+DefaultCheckpoint = Annotated[
+    str,
+    typer.Option(
+        help="Checkpoint if neither --checkpoint nor config.pbtxt names one. If it cannot be "
+        "fetched, the demo is served."
+    ),
 ]
 Dtype = Annotated[
-    str, typer.Option(help="Dtype of weights, and of KV without kv_dtype: float32, bfloat16.")
+    str,
+    typer.Option(
+        help="Dtype of weights, and of KV without kv_dtype: float32, bfloat16. Default: bfloat16 "
+        "if --checkpoint says so in its config.json, otherwise that of config.pbtxt."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="Device of all workers: cpu, cuda or cuda:N.")]
 Prefill = Annotated[
@@ -148,11 +170,12 @@ def serve(
     metrics_port: MetricsPort = 8002,
     metrics_address: MetricsAddress = "127.0.0.1",
     nodes: StorageNodes = "s0,s1",
-    store_bytes: StoreBytes = "1G",
+    store_bytes: StoreBytes = STORE_BYTES,
     ssd_bytes: SsdBytes = "0",
     ssd_path: SsdPath = None,
     state_dir: StateDir = Path(".mooncake"),
     checkpoint: CheckpointOption = "",
+    default_checkpoint: DefaultCheckpoint = "",
     dtype: Dtype = "",
     device: Device = "",
     prefill: Prefill = None,
@@ -203,7 +226,10 @@ def serve(
     if host or pool:
         refuse("--host and --pool choose a part of a cluster file: name the file with --cluster")
     named = parse_nodes(nodes)
-    settings = settings_of_all_models(checkpoint, dtype, device, prefill, decode)
+    checkpoint = served_checkpoint(checkpoint, default_checkpoint, model_repository)
+    counts = {"prefill": prefill, "decode": decode}
+    workers = {role: count for role, count in counts.items() if count is not None}
+    settings = ServeSettings(checkpoint, dtype or dtype_of(checkpoint), device, workers)
     if not settings.is_empty:
         refuse_wrong_settings(model_repository, settings, named)
     sys.exit(
@@ -240,14 +266,23 @@ def refuse_options_of_one_machine(context: typer.Context, is_elastic: bool) -> N
         refuse(f"{', '.join(given)}: with --cluster the file defines this; change it there")
 
 
-def settings_of_all_models(
-    checkpoint: str, dtype: str, device: str, prefill: int | None, decode: int | None
-) -> ServeSettings:
-    if checkpoint not in ("", "demo"):
-        checkpoint = str(Path(checkpoint).expanduser().resolve())
-    counts = {"prefill": prefill, "decode": decode}
-    workers = {role: count for role, count in counts.items() if count is not None}
-    return ServeSettings(checkpoint, dtype, device, workers)
+def served_checkpoint(checkpoint: str, default: str, repository: Path) -> str:
+    """The folder of --checkpoint, or of --default-checkpoint; "" if config.pbtxt decides. Exits if
+    --checkpoint cannot be had."""
+    with signals_as_exceptions(), shown_progress(console) as progress:
+        try:
+            if default and not checkpoint:
+                return default_checkpoint_of(default, repository, progress, print_line)
+            return named_checkpoint(checkpoint, progress)
+        except (ConfigError, ModelError) as error:
+            refuse(str(error))
+        except Stopped as stopped:
+            console.print(f"{stopped}: nothing was started")
+            raise SystemExit(0) from None
+
+
+def print_line(line: str) -> None:
+    console.print(line, markup=False, soft_wrap=True)
 
 
 def refuse_wrong_settings(repository: Path, settings: ServeSettings, nodes: Sequence[str]) -> None:
@@ -346,7 +381,7 @@ def serve_until_stopped(options: ServeOptions | HostOptions) -> int:
     """Run a launch. Return 0 after a signal stopped it, or 1 after it failed. Exit with status 2 if
     the launch cannot begin."""
     try:
-        launcher = Launcher(options, lambda line: console.print(line, markup=False, soft_wrap=True))
+        launcher = Launcher(options, print_line)
     except EnvironmentProblem as problem:
         refuse(str(problem))
     except OSError as error:
@@ -377,12 +412,12 @@ def file_problem(error: OSError) -> str:
 def first_request(http_url: str, openai_url: str, has_keys: bool) -> str:
     """A shell command by which the operator can send a request."""
     if not openai_url:
-        body = '{"text_input": "It is a truth", "max_tokens": 32, "stream": true}'
+        body = f'{{"text_input": "{BEGINNING}", "max_tokens": 32, "stream": true}}'
         return f"curl -sN {http_url}/v2/models/conductor/generate_stream -d '{body}'"
     key = ' -H "Authorization: Bearer $KEY"' if has_keys else ""
     body = (
-        '{"messages": [{"role": "user", "content": "It is a truth"}], "max_tokens": 32, '
-        '"stream": true}'
+        f'{{"messages": [{{"role": "user", "content": "{QUESTION}"}}], "max_tokens": 32, '
+        '"temperature": 0, "stream": true}'
     )
     return f"curl -sN {openai_url}/v1/chat/completions{key} -d '{body}'"
 

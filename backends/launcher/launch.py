@@ -390,7 +390,27 @@ class Launcher:
     def settings(self) -> dict[str, object]:
         """The answer to GET /settings of the metrics port. Any thread may call this."""
         mirrors = [triton.mirror for triton in self._tritons()]
-        return running_settings(self.plan, self.options.settings, self._worker_folders, mirrors)
+        return running_settings(
+            self.plan, self.options.settings, self._worker_folders, mirrors, self._pids()
+        )
+
+    def _pids(self) -> dict[str, list[int]]:
+        """Kind of a process -> PIDs of the running processes that this launcher started."""
+        workers = [*list(self.workers.values()), *list(self._leaving)]
+        gateways = self._gateways.children if self._gateways is not None else []
+        found: dict[str, list[ChildProcess | Triton | None]] = {
+            "workers": [*workers],
+            "storage nodes": [*self._nodes],
+            "frontend": [self.frontend],
+            "directory": [self._directory],
+            "etcd": [self._etcd],
+            "gateways": [*gateways],
+        }
+        pids = {
+            kind: [pid for each in processes if each is not None and (pid := each.pid) is not None]
+            for kind, processes in found.items()
+        }
+        return {kind: each for kind, each in pids.items() if each} | {"launcher": [os.getpid()]}
 
     def _tritons(self) -> list[Triton]:
         frontend = [self.frontend] if self.frontend is not None else []

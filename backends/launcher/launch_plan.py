@@ -98,7 +98,7 @@ class ServeOptions(LaunchOptions):
     metrics_port: int = 8002
     metrics_address: str = LOOPBACK
     nodes: tuple[str, ...] = ("s0", "s1")
-    store_bytes: int = 1 << 30  # DRAM of each storage node
+    store_bytes: int = 768 << 20  # DRAM of each storage node
     ssd_bytes: int = 0  # SSD space of each storage node; 0 without an SSD tier
     ssd_path: Path | None = None  # None for a folder in state_dir
     state_dir: Path = Path(".mooncake")

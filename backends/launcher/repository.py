@@ -25,7 +25,7 @@ import re
 import shutil
 import time
 import urllib.error
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -49,6 +49,7 @@ from backends.model_settings.serve_settings import (
     rendered,
     served_workers,
 )
+from mooncake_store.process.process_memory import pid_space
 
 SETTLED_S = 0.15  # seconds without a change of a folder after which the mirror takes it over
 # A leading underscore marks a parameter that the launcher adds.
@@ -366,6 +367,7 @@ def running_settings(
     settings: ServeSettings,
     workers: WorkerFolders,
     mirrors: Sequence[RepositoryMirror],
+    processes: Mapping[str, list[int]],
 ) -> dict[str, object]:
     """The JSON body that the metrics port serves to `mooncake config`."""
     directory = plan.directory_address
@@ -385,6 +387,8 @@ def running_settings(
             models={
                 name: state for mirror in mirrors for name, state in mirror.edits.states().items()
             },
+            processes=processes,
+            pid_space=pid_space(),
         )
     )
 

@@ -18,9 +18,9 @@ from backends import tensors
 from backends.cluster.cluster_file import FINGERPRINT, OF_TRTLLM
 from backends.cluster.model_rendering import ROLES
 from backends.config_pbtxt import (
+    KV_PAGES_IS_OLD,
     MORE_FRONTENDS,
     MORE_WORKERS,
-    KV_PAGES_IS_OLD,
     OLD_NAMES,
     FrontendConfig,
     TokenizerConfig,

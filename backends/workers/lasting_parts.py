@@ -69,9 +69,7 @@ class LastingParts:
         self.directory.close()
 
 
-def _context_tokens_max(
-    config: WorkerConfig, allowed: int, pages_max: int, folder: Path
-) -> int:
+def _context_tokens_max(config: WorkerConfig, allowed: int, pages_max: int, folder: Path) -> int:
     """Most tokens of prompt and output. Raises ConfigError if the setting is above `allowed`."""
     wanted = config.context_tokens_max
     if wanted > allowed:

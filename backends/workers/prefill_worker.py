@@ -82,7 +82,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             driver.engine.pages,
             config.block_tokens,
             config.chunk_tokens,
-            slots_max=driver.engine.pages.pages_max,  # no further limit, because each prompt takes a page
+            slots_max=driver.engine.pages.pages_max,  # no further limit: a prompt takes a page
             waiting_max=config.queue_requests_max,
             overhead_tokens=self.estimate.overhead_tokens,
             rings=self._rings,

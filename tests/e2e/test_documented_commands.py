@@ -121,6 +121,7 @@ class Typist:
         self.env = os.environ | {
             "PATH": f"{self.programs}:{os.environ['PATH']}",
             "HOME": str(folder / "home"),
+            "MODEL": "demo",  # `make serve` would fetch its default model
         }
         for name in ("COLUMNS", "PYTHONPATH", "MAKEFLAGS"):
             self.env.pop(name, None)

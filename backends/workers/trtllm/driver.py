@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
-from backends.engine.trtllm.channel import ChannelError
 from backends.engine.model_config import CheckpointError
+from backends.engine.trtllm.channel import ChannelError
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
 from backends.engine.trtllm.messages import Stage
