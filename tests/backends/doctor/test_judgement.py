@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from backends.doctor.running_check import FirstTokenTimed, RunningFacts, running
 from backends.doctor.transfer_probe import ProbedWay
 from backends.metrics.status.view import parse
 from backends.model_settings.running_system import LOADED, REFUSED, EditState, RunningSettings
+from mooncake_store.process.process_memory import pid_space
 
 GIB = 2**30
 WELL = HostFacts(
@@ -234,3 +237,19 @@ def test_the_facts_of_this_host_are_those_of_this_process() -> None:
     assert facts.torch == by_name["torch"].version == torch.__version__
     assert facts.torch_cuda == (torch.version.cuda or "")
     assert not unmet(by_name["numpy"]) and not unmet(by_name["nixl-cu13"])
+
+
+def test_the_memory_of_a_running_system_is_one_line_with_each_kind() -> None:
+    processes = {"workers": [os.getpid()], "launcher": [2**22 + 1]}
+    settings = replace(SETTINGS, processes=processes, pid_space=pid_space())
+    found = list(running_findings(replace(RUNNING, settings=settings)))
+    (memory,) = (each for each in found if each.subject == "memory")
+    line = r"all processes hold ([\d,]+) MiB \(sum of PSS\): workers ([\d,]+), launcher 0"
+    said = re.fullmatch(line, memory.what)
+    assert memory.state == OK and said is not None and said[1] == said[2]
+
+
+def test_the_memory_of_processes_on_another_host_is_not_read() -> None:
+    settings = replace(SETTINGS, processes={"workers": [os.getpid()]}, pid_space="another 1")
+    found = running_findings(replace(RUNNING, settings=settings))
+    assert "memory" not in {each.subject for each in found}
