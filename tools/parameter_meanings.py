@@ -81,7 +81,7 @@ WORKER: tuple[ParameterMeaning, ...] = (
     ),
     ParameterMeaning(
         "kv_pages",
-        "0, or 2 or more",
+        "0, 2 or more",
         "deprecated, for one release: the number of pages, which overrides `kv_bytes`; 0: "
         "`kv_bytes` decides",
     ),

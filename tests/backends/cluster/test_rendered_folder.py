@@ -61,7 +61,7 @@ def test_a_host_gets_its_models_and_their_parameters(tmp_path: Path) -> None:
         "decode_b_0",
     }
     (prefill,) = read_worker_configs("prefill", "prefill_b_0", raw(folder, "prefill_b_0"), 1)
-    assert (prefill.threads, prefill.store_node, prefill.kv_pages) == (2, "b0", 256)
+    assert (prefill.threads, prefill.store_node, prefill.kv_bytes) == (2, "b0", 256 * 2**20)
     (decode,) = read_worker_configs("decode", "decode_b_0", raw(folder, "decode_b_0"), 1)
     assert (decode.slots, decode.store_node) == (16, "b0")
     frontend, conductor = read_configs(

@@ -67,16 +67,25 @@ def test_a_check_ends_with_1_and_has_its_mistakes_as_json(repository: Path) -> N
 
 
 def test_a_diff_compares_with_defaults_and_with_what_we_ship(repository: Path) -> None:
-    assert run(repository, "set", "prefill_1.threads=4", "conductor.slow_start_s=30.00")[0] == 0
+    assert (
+        run(
+            repository,
+            "set",
+            "prefill_1.threads=4",
+            "prefill_1.kv_bytes=64M",
+            "conductor.slow_start_s=30.00",
+        )[0]
+        == 0
+    )
     path = repository / "decode_0" / "config.pbtxt"
-    path.write_text(path.read_text().replace('"kv_pages"', '"kv_pagez"'))
+    path.write_text(path.read_text().replace('"kv_bytes"', '"kv_bytez"'))
     status, said = run(repository, "diff")
     assert status == 0
     for part in (
         "prefill_1.threads = '4' (default '1', shipped '1')",
         "prefill_1.store_node = 's1' (default 's0', as shipped)",
-        "decode_0.kv_pagez = '512' (no such parameter is known)",
-        "decode_0.kv_pages = '256' (default '256', shipped '512')",
+        "decode_0.kv_bytez = '256M' (no such parameter is known)",
+        "prefill_1.kv_bytes = '64M' (default '268435456', shipped '256M')",
     ):
         assert part in said, (part, said)
     assert "slow_start_s" not in said, "30.00 is 30.0"
@@ -109,12 +118,12 @@ def test_one_set_waits_for_the_other_and_both_are_written(repository: Path) -> N
     second.join(60.0)
     texts = read_texts(repository)
     assert read_model_file("prefill_0", texts["prefill_0"]).parameters["threads"] == "2"
-    assert read_model_file("prefill_0", texts["prefill_0"]).parameters["kv_pages"] == "64"
+    assert read_model_file("prefill_0", texts["prefill_0"]).parameters["kv_bytes"] == "64M"
 
 
 def write_second(repository: Path, waits: threading.Event) -> None:
     with sole_setter(repository, lambda said: waits.set()):
-        run_unlocked(repository, "prefill_0.kv_pages=64")
+        run_unlocked(repository, "prefill_0.kv_bytes=64M")
 
 
 def run_unlocked(repository: Path, assignment: str) -> bool:

@@ -85,8 +85,8 @@ def test_every_mistake_of_every_assignment_is_named() -> None:
         "*.nothing=1",
         "prefill_0.threads=0",
         "prefill_0.slots=3",
-        "prefill_0.kv_pages=8",
-        "prefill_0.kv_pages=9",
+        "prefill_0.kv_bytes=8",
+        "prefill_0.kv_bytes=9",
     )
     for wanted in (
         "conductor has no parameter 'polcy'; did you mean policy",
@@ -97,7 +97,7 @@ def test_every_mistake_of_every_assignment_is_named() -> None:
         "no model that matches '*' has a parameter 'nothing'",
         "prefill_0: threads is 0",
         "prefill_0: unknown parameter 'slots'",
-        "prefill_0.kv_pages is set twice: '8' and '9'",
+        "prefill_0.kv_bytes is set twice: '8' and '9'",
     ):
         assert any(wanted in line for line in found), (wanted, found)
 
@@ -142,7 +142,7 @@ def test_mistakes_that_were_there_before_do_not_stop_others_from_being_mended() 
     edit = plan_edit(texts, ["prefill_0.threads=1"], any_checkpoint)
     assert list(edit.texts) == ["prefill_0"]
     with pytest.raises(EditRefused, match="threads is 'zero'"):
-        plan_edit(texts, ["prefill_0.kv_pages=64"], any_checkpoint)
+        plan_edit(texts, ["prefill_0.kv_bytes=64M"], any_checkpoint)
 
 
 def test_only_the_state_of_the_file_that_was_written_counts() -> None:

@@ -20,7 +20,15 @@ FOR_WORKERS = ("prefill", "decode")
 ROWS = [(section, row) for section in SECTIONS for row in section.rows]
 IDS = [f"{section.config.__name__}-{row.name}" for section, row in ROWS]
 # Limits that are checked against a checkpoint or the host, or that are texts.
-IN_WORDS = {"checkpoint", "store_node", "gpus", "llm_options", "recording_folder", "pipeline_group"}
+IN_WORDS = {
+    "checkpoint",
+    "kv_bytes",
+    "store_node",
+    "gpus",
+    "llm_options",
+    "recording_folder",
+    "pipeline_group",
+}
 # What must be set beside a parameter so that only its own limit is tried.
 BESIDE = {
     "pipeline_stage": {"pipeline_group": "g"},

@@ -89,7 +89,7 @@ def test_both_roles_and_every_stage_are_missed_where_this_is_the_whole_host() ->
 
 
 def test_stages_that_differ_or_are_one_stage_twice_are_named() -> None:
-    texts = with_values(prefill_1__kv_pages="128")
+    texts = with_values(prefill_1__kv_bytes="128M")
     for model in ("prefill_0", "prefill_1"):
         texts[model] += (
             'parameters { key: "pipeline_group" value { string_value: "g" } }\n'
@@ -97,7 +97,7 @@ def test_stages_that_differ_or_are_one_stage_twice_are_named() -> None:
         )
     found = mistakes(texts, nodes=None)
     assert "prefill_1: is stage 0 of g, like prefill_0; renumber it" in found
-    assert "the stages of g need the same kv_pages: prefill_0 256, prefill_1 128" in found
+    assert "the stages of g need the same kv_bytes: prefill_0 256M, prefill_1 128M" in found
     assert "prefill_0: pipeline_stages is 8; the checkpoint has 4 layers" in found
 
 

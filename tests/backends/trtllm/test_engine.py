@@ -157,7 +157,7 @@ def test_a_context_that_is_too_long_is_said_before_the_llm_is_built(
     fake_package: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backends.engine.trtllm.engine.LlmThread", None)
-    for pages, said in ((64, "allows 8192"), (2, "kv_pages x block_tokens is 128")):
+    for pages, said in ((64, "allows 8192"), (2, "the pages of kv_bytes hold 128")):
         config = prefill_spec(kv_pages=pages, context_tokens_max=8193)
         with pytest.raises(ConfigError, match=f"context_tokens_max is 8193.*{said}"):
             engine(config, TrtllmConfig())
@@ -267,7 +267,7 @@ def test_fewer_pages_on_the_gpu_than_promised_are_told_or_refused(
     pages[0] -= 1
     engine(worker, config).close()
     there = promised - config.page_tokens
-    assert f"pages for {there} tokens on the GPU, kv_pages promises {promised}" in caplog.text
+    assert f"pages for {there} tokens on the GPU, kv_bytes promises {promised}" in caplog.text
     pages[0] = 1
     with pytest.raises(ConfigError, match=f"for {config.page_tokens} tokens.* may have 64"):
         engine(worker, config)

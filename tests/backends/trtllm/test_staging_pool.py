@@ -52,5 +52,5 @@ def test_a_reload_has_a_pool_of_its_own_beside_the_old_one() -> None:
 
 
 def test_a_pool_that_does_not_fit_is_refused_with_the_remedy() -> None:
-    with pytest.raises(PoolProblem, match=r"MiB.*Lower kv_pages"):
+    with pytest.raises(PoolProblem, match=r"MiB.*Lower kv_bytes"):
         StagingPool("mooncake-1-x", "decode_0", 1 << 24, 1 << 30)

@@ -36,7 +36,11 @@ def test_its_workers_are_configured_as_the_measured_one(tmp_path: Path) -> None:
     for role in ("prefill", "decode"):
         raw = worker_parameters(engine, role == "prefill")
         [config] = read_worker_configs(role, role, raw, 1)
-        assert (config.engine, config.threads, config.kv_pages) == ("torch", 1, 512)
+        assert (config.engine, config.threads, config.kv_bytes) == (
+            "torch",
+            1,
+            engine.gpu().pages_bytes,
+        )
         assert config.checkpoint == "demo" and config.block_tokens == 64
 
 

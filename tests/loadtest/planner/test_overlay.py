@@ -44,13 +44,13 @@ def test_every_model_is_read_by_our_reader_and_says_what_was_simulated(tmp_path:
     assert config == PLAN.config(LEVELS)
     assert frontend.checkpoint == "checkpoints/Qwen3-32B" and frontend.requests_max == 256
     read_configs((TokenizerConfig,), "p", models["preprocessing"])
-    nodes, pages = set(), ENGINE.gpu().pages_bytes // (512 * 256 * 1024)
+    nodes, kv_bytes = set(), ENGINE.gpu().pages_bytes
     for name in workers:
         role = name.partition("_")[0]
         found: list[Any] = read_worker_configs(role, name, models[name], 1)
         worker, engine = found
         assert (worker.engine, worker.dtype, engine.tp_size) == ("tensorrt_llm", "bfloat16", 4)
-        assert (worker.block_tokens, worker.kv_pages) == (512, pages)
+        assert (worker.block_tokens, worker.kv_bytes) == (512, kv_bytes)
         assert worker.chunk_tokens == 2_048 if role == "prefill" else worker.slots == 256
         nodes.add(worker.store_node)
     assert nodes == {f"s{number}" for number in range(5)}

@@ -58,7 +58,7 @@ def test_the_context_is_bounded_by_the_pages(checkpoint: Path) -> None:
 
 
 def test_more_pages_than_memory_is_refused_with_numbers(checkpoint: Path) -> None:
-    with pytest.raises(MemoryError, match=r"1000000000 KV pages need .* use fewer pages"):
+    with pytest.raises(MemoryError, match=r"1000000000 KV pages need .* lower kv_bytes"):
         TorchEngine.load(checkpoint, pages_max=10**9, block_tokens=B)
 
 
