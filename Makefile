@@ -6,8 +6,11 @@ READY := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 MODEL ?=
-# Without MODEL, a model that cannot be fetched is replaced by the demo.
-CHECKPOINT = $(if $(MODEL),--checkpoint $(MODEL),--default-checkpoint smollm2-135m)
+# Without MODEL, the demo replaces a model that cannot be fetched.
+CHECKPOINT = --default-checkpoint=smollm2-135m
+ifneq ($(MODEL),)
+CHECKPOINT = --checkpoint=$(MODEL)
+endif
 USERS ?= 5
 SECONDS ?= 60
 WORKLOAD = --workload chat:3,shared:1

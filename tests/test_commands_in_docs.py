@@ -110,6 +110,8 @@ def check_make(words: Sequence[str], is_whole: bool) -> None:
         for line in recipes()[target]:
             if "$(ARGS)" in line:
                 line = line.replace("$(ARGS)", given.get("ARGS", "")).replace("$(BIN)/", "")
+                variables = dict(re.findall(r"^(\w+) = (.*)$", text, re.MULTILINE))
+                line = re.sub(r"\$\((\w+)\)", lambda each: variables.get(each[1], "1"), line)
                 check(shlex.split(re.sub(r"\$\((\w+)\)", "1", line)), is_whole)
 
 

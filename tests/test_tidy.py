@@ -49,7 +49,7 @@ FLOORS = {
     "mooncake_store": [
         {"cli", "node"}, {"client", "ssd"}, {"transports"}, {"transports/paths", "prefix_index"},
         {"directory", "memory"}, {"wire", "directory/core"}, {"keys"}, {"records", "process"},
-        {"block_keys", "layout"}, {"errors"}, {"native"},
+        {"block_keys", "layout"}, {"errors", "sizes"}, {"native"},
     ],
     "conductor": [
         {"conductor"}, {"admission", "replication", "roles"}, {"routing"}, {"load"}, {"estimates"},
