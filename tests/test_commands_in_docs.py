@@ -98,6 +98,7 @@ def recipes() -> dict[str, list[str]]:
 
 def check_make(words: Sequence[str], is_whole: bool) -> None:
     text = (ROOT / "Makefile").read_text()
+    variables = dict(re.findall(r"^(\w+) = (.*)$", text, re.MULTILINE))
     given = dict(found.groups() for word in words if (found := VARIABLE.fullmatch(word)))
     for name in given:
         if f"$({name})" not in text:
@@ -110,7 +111,6 @@ def check_make(words: Sequence[str], is_whole: bool) -> None:
         for line in recipes()[target]:
             if "$(ARGS)" in line:
                 line = line.replace("$(ARGS)", given.get("ARGS", "")).replace("$(BIN)/", "")
-                variables = dict(re.findall(r"^(\w+) = (.*)$", text, re.MULTILINE))
                 line = re.sub(r"\$\((\w+)\)", lambda each: variables.get(each[1], "1"), line)
                 check(shlex.split(re.sub(r"\$\((\w+)\)", "1", line)), is_whole)
 
