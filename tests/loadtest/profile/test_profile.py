@@ -168,10 +168,14 @@ def test_where_no_stream_fits_nothing_is_measured_together() -> None:
     assert sharing_of([]) == Sharing(1.0, 1.0)
 
 
-def test_the_settings_of_our_own_server_are_those_of_its_repository() -> None:
+def test_the_settings_of_our_own_server_are_its_pages_and_those_of_its_repository(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page = 'mooncake_pages_max{model="decode_0"} 512\n'
+    monkeypatch.setattr(command, "fetch_page", lambda url: page)
     nowhere = addresses_of("127.0.0.1:1")
     found = settings_of(nowhere, PROJECT / "model_repository", "decode_0")
-    assert found["block_tokens"] == "64" and int(found["kv_pages"]) > 0
+    assert found["block_tokens"] == "64" and found["kv_pages"] == "512"
     assert "store_node" not in found, "it says nothing of the engine"
 
 

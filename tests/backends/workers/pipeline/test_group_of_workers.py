@@ -179,7 +179,11 @@ def test_stages_that_do_not_fit_together_are_refused_with_all_that_is_wrong(grou
         group.start_stage(1, name="another", kv_pages="32", context_tokens_max="128")
     said = str(caught.value)
     assert f"another/config.pbtxt has {2 * stages + 1} mistake(s)" in said
-    for words in ("kv_pages is 32", "context_tokens_max is 128", "has the same pipeline_stage"):
+    for words in (
+        "pages of kv_bytes is 32",
+        "context_tokens_max is 128",
+        "has the same pipeline_stage",
+    ):
         assert words in said
     assert group.ask([9] * 64, max_tokens=2).wait() == expected([9] * 64, 2)
 

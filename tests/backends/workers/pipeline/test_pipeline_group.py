@@ -120,7 +120,7 @@ def test_stages_that_differ_are_left_out_and_refused_at_their_first_load_only() 
     group = PipelineGroup(ALL[0])
     group.update_registered([ALL[0], other, ALL[2]])
     assert not group.to_begin(0.0)
-    with pytest.raises(ConfigError, match=r"2 mistake(?s:.*)pipeline_stages is 2(?s:.*)kv_pages"):
+    with pytest.raises(ConfigError, match=r"2 mistake(?s:.*)pipeline_stages is 2(?s:.*)kv_bytes"):
         refuse_mistakes(other, [ALL[0]])
     refuse_mistakes(other, [ALL[0], replace(other, incarnation="before")])  # while it reloads
     refuse_mistakes(other, [stage(0, group="another")])
