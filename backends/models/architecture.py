@@ -62,7 +62,7 @@ class _Keys:
 
 def read_config(file: GgufFile) -> tuple[dict[str, Any], list[str]]:
     """(config.json without the ids of special tokens, []), or ({}, all problems)."""
-    name = file.metadata.get("general.architecture")
+    name = str(file.metadata.get("general.architecture"))
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         return {}, [f"general.architecture is {_shown(name)}, not supported; known: {known}"]
@@ -106,7 +106,7 @@ def read_config(file: GgufFile) -> tuple[dict[str, Any], list[str]]:
 def _rope_scaling(
     file: GgufFile, keys: _Keys, theta: float, head_dim: int
 ) -> dict[str, Any] | None:
-    kind = keys.get("rope.scaling.type", "none")
+    kind = str(keys.get("rope.scaling.type", "none"))
     if ROPE_FACTORS in file.tensors and kind == "none":
         return _llama3_scaling(file, keys, theta, head_dim)
     if kind == "none":

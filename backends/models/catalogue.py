@@ -17,7 +17,7 @@ SOURCE_NAME = "mooncake_source.json"
 
 
 class ModelError(Exception):
-    """A model cannot be fetched or imported. The message says what happened and what to do."""
+    """A model cannot be fetched or imported. The message has the cause and a remedy."""
 
 
 @dataclass(frozen=True, slots=True)

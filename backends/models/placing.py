@@ -1,4 +1,4 @@
-"""Writes a checkpoint's folder, complete or not at all.
+"""Writes the folder of a checkpoint completely, or leaves nothing.
 
 The folder is written beside its place and then renamed. One call at a time writes beside a place;
 another waits. A call that was killed leaves its partial folder, which the next call removes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +34,8 @@ def placed(
     space that the block needs. Raises ModelError if `folder` has other content, if space is
     missing, or for an OSError in the block.
     """
-    partial = folder.with_name(f".{folder.name}.partial")
+    folder = Path(os.path.abspath(folder))
+    partial = folder.parent / f".{folder.name}.partial"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with sole_writer(folder.parent, lambda: progress(WAITS, 0.0)):

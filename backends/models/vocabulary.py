@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 PREFIX = "tokenizer.ggml."
 # Values of `tokenizer.ggml.token_type`. Unused tokens only fill the vocabulary up.
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 2, 3, 4, 5
-# Control tokens that end an answer whatever the metadata says, as in llama.cpp.
+# Control tokens that end an answer, even if the metadata does not name them, as in llama.cpp.
 END_TEXTS = ("<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 NAMED_IDS = {
     "bos_token": "bos_token_id",
@@ -64,7 +64,7 @@ def read_vocabulary(
     metadata: Mapping[str, Any], rows: int | None
 ) -> tuple[Vocabulary | None, list[str]]:
     """(vocabulary, []), or (None, all problems). `rows`: of the embedding; None: unknown."""
-    model, pre = metadata.get(f"{PREFIX}model"), metadata.get(f"{PREFIX}pre")
+    model, pre = metadata.get(f"{PREFIX}model"), str(metadata.get(f"{PREFIX}pre"))
     found = []
     if model != "gpt2":
         found.append(f"{PREFIX}model is {model!r}, which is not supported; known: gpt2 (BPE)")
@@ -77,7 +77,7 @@ def read_vocabulary(
         found.append(f"{PREFIX}tokens does not fit {PREFIX}token_type or the rows of the embedding")
     if found:
         return None, found
-    rules, ids = RULES[str(pre)], {token: index for index, token in enumerate(tokens)}
+    rules, ids = RULES[pre], {token: index for index, token in enumerate(tokens)}
     used = {token: index for token, index in ids.items() if types[index] != UNUSED}
     try:
         bpe = models.BPE(vocab=used, merges=merges, ignore_merges=rules.ignores_merges)
@@ -86,7 +86,7 @@ def read_vocabulary(
     named = {
         name: tokens[index]
         for name, key in NAMED_IDS.items()
-        if isinstance(index := metadata.get(PREFIX + key), int) and 0 <= index < len(tokens)
+        if isinstance(index := metadata.get(PREFIX + key), int) and index in used.values()
     }
     special = {UNKNOWN: True, CONTROL: True, USER_DEFINED: False}
     added = [
@@ -99,13 +99,13 @@ def read_vocabulary(
     backend = _tokenizer(bpe, rules, added, bos if adds_bos else None)
     eos_ids = [metadata.get(f"{PREFIX}{name}_token_id") for name in ("eos", "eot", "eom")]
     eos_ids += [ids[text] for text in END_TEXTS if text in ids and types[ids[text]] == CONTROL]
-    eos_ids = [index for index in dict.fromkeys(eos_ids) if index in used.values()]
+    eos_ids = list(dict.fromkeys(index for index in eos_ids if index in used.values()))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **named,
     }
-    if template := metadata.get("tokenizer.chat_template"):
+    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
         config["chat_template"] = template
     special_ids = {"bos_token_id": ids[bos] if bos else None, "eos_token_id": eos_ids}
     return Vocabulary(backend, config, special_ids), []

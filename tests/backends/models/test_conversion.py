@@ -178,9 +178,10 @@ def test_all_problems_of_a_file_are_reported_at_once(seed: int, tmp_path: Path) 
 
 def test_an_unknown_architecture_is_rejected_by_name(seed: int, tmp_path: Path) -> None:
     model = small_model(seed)
-    model.metadata["general.architecture"] = "mamba"
+    model.metadata |= {"general.architecture": "mamba", "tokenizer.ggml.pre": ["smollm"]}
     text = problems(model, tmp_path)
     assert "general.architecture is 'mamba', not supported; known: llama, qwen2" in text
+    assert "tokenizer.ggml.pre is" in text
 
 
 def test_missing_extra_and_misshapen_tensors_are_rejected_by_name(

