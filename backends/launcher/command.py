@@ -25,8 +25,7 @@ from backends.launcher.repository import WorkerFolders
 from backends.launcher.served_checkpoint import default_checkpoint as default_checkpoint_of
 from backends.launcher.served_checkpoint import dtype_of, named_checkpoint
 from backends.model_settings.serve_settings import ServeSettings
-from backends.models.problems import ModelError
-from backends.models.progress import shown_progress
+from backends.models import ModelError, shown_progress
 from mooncake_store.cli.arguments import parse_bytes, parse_nodes
 from mooncake_store.cli.serving import UNIT_BYTES
 from mooncake_store.keys import folder

@@ -12,9 +12,7 @@ from pathlib import Path
 from backends.cluster.model_rendering import parameters_of
 from backends.errors import ConfigError
 from backends.model_settings.repository_files import read_texts
-from backends.models.catalogue import CHECKPOINTS_DIR, KNOWN, checkpoint_of
-from backends.models.problems import ModelError
-from backends.models.progress import Progress
+from backends.models import CHECKPOINTS_DIR, KNOWN, ModelError, Progress, checkpoint_of, fetch
 
 DEMO = "demo"
 
@@ -29,8 +27,6 @@ def named_checkpoint(name: str, progress: Progress, root: Path = CHECKPOINTS_DIR
         return name
     folder = checkpoint_of(name, root) or Path(name).expanduser()
     if name in KNOWN and not checkpoint_of(name, root):
-        from backends.models.fetching import fetch  # imported here, because it is seldom needed
-
         folder = fetch(name, root / name, progress)
     if not folder.is_dir():
         known = ", ".join((DEMO, *KNOWN))

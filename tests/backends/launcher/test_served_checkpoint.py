@@ -10,9 +10,8 @@ import pytest
 
 from backends.errors import ConfigError
 from backends.launcher.served_checkpoint import default_checkpoint, dtype_of, named_checkpoint
-from backends.models.catalogue import KNOWN, SOURCE_NAME
-from backends.models.problems import ModelError
-from backends.models.progress import no_progress
+from backends.models import KNOWN, ModelError, no_progress
+from backends.models.catalogue import SOURCE_NAME
 from backends.shipped import shipped_repository
 
 NAME = "smollm2-135m"
