@@ -82,7 +82,7 @@ def import_file(
 
 def _print_result(folder: Path, is_new: bool) -> None:
     typer.echo(f"{folder}: {'complete' if is_new else 'already complete; nothing was done'}")
-    typer.echo(f"now:\n  mooncake serve --checkpoint {folder} --dtype bfloat16")
+    typer.echo(f"now:\n  mooncake serve --checkpoint {folder}")
 
 
 @app.command("list")
