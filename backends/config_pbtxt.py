@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from backends.errors import ConfigError
+from conductor.config import AUTO
 
 ENGINES = ("torch", "tensorrt_llm")
 DTYPES = ("float32", "bfloat16")
@@ -25,6 +26,7 @@ TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 # Old -> new name of a parameter. Old names are accepted for one release, with a logged warning.
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
 RECORDING_BYTES_MIN = 2**20  # least value of recording_bytes_max
+KIND_NAMES = {"SecondsOrAuto": "float or auto"}  # types of fields, as people read them
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -220,7 +222,7 @@ def check_configs(
         try:
             values[name] = convert(kind, raw[name])
         except ValueError:
-            found.append(f"{name} is {raw[name]!r}; expected {kind}")
+            found.append(f"{name} is {raw[name]!r}; expected {KIND_NAMES.get(kind, kind)}")
     # Readable values are checked even if others are unreadable, to report every mistake at once.
     configs: list[Config] = []
     for cls in classes:
@@ -243,12 +245,15 @@ def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
 
 
 def convert(kind: str, text: str) -> object:
-    """Parse a parameter of this kind: bool, int, float or str. Raises ValueError on failure."""
+    """Parse a parameter of this kind: bool, int, float, str or SecondsOrAuto. Raises ValueError on
+    failure."""
     if kind == "bool":
         lowered = text.strip().lower()
         if lowered not in TRUE + FALSE:
             raise ValueError(text)
         return lowered in TRUE
+    if kind == "SecondsOrAuto":
+        return AUTO if text.strip() == AUTO else float(text)
     return {"int": int, "float": float, "str": str}[kind](text)
 
 
