@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Final, Literal, TypeAlias
 
-from conductor.messages import RequestLimits
+from conductor.messages import AppliedLimits
 from conductor.queue_order import FIFO, QueueOrder
 
 POLICIES = ("adaptive", "kvcache_centric", "cache_aware", "load_balance", "random")
@@ -144,7 +144,7 @@ class ConductorConfig:
         wait_s_max = min(self.queue_wait_s_max, self.backlog_share * ttft_slo_s)
         return QueueOrder(max(self.queue_stretch, OVERLOAD_STRETCH), wait_s_max)
 
-    def arrival_tbt_slo_s(self, limits: RequestLimits) -> float:
+    def arrival_tbt_slo_s(self, limits: AppliedLimits) -> float:
         """Limit of the re-check at decode workers (arrival_check.py), in seconds; 0: no check."""
         return 0.0 if self.advisory or self.admission == "none" else limits.tbt_slo_s
 

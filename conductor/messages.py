@@ -52,7 +52,7 @@ class WorkerRef:
     grpc_address: str = ""  # HOST:PORT of its Triton; "" without one
 
 
-class RequestLimits(NamedTuple):
+class AppliedLimits(NamedTuple):
     """The limits of one request, in seconds. The predicted limits are those of admission."""
 
     ttft_slo_s: float  # service level of the time to first token
@@ -61,7 +61,7 @@ class RequestLimits(NamedTuple):
     tbt_predicted_s: float  # most predicted TBT: the service level, by priority
 
 
-UNLIMITED = RequestLimits(math.inf, math.inf, math.inf, math.inf)
+UNLIMITED = AppliedLimits(math.inf, math.inf, math.inf, math.inf)
 
 
 class Prediction(NamedTuple):
@@ -98,7 +98,7 @@ class Reject:
     reason: str
     predicted: Prediction | None  # of the best pair; None if no pairs were compared
     retry_after_s: float  # too_large: 0.0, because a retry cannot help
-    limits: RequestLimits | None = None  # None if no pairs were compared
+    limits: AppliedLimits | None = None  # None if no pairs were compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Route:
     order_key_s: float = 0.0
     restore_blocks: int = 0  # the last blocks of local_blocks, which are on the node's SSD
     second_fetch_node: str | None = None  # the node to fetch from if fetch_node fails
-    limits: RequestLimits = UNLIMITED
+    limits: AppliedLimits = UNLIMITED
 
     @property
     def fetch_nodes(self) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ class Explanation:
 
     candidates: tuple[Candidate, ...]  # the chosen pair, and then other pairs by TTFT
     left_out: int  # number of pairs not in `candidates`
-    limits: RequestLimits | None = None  # None without candidates
+    limits: AppliedLimits | None = None  # None without candidates
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ from conductor.estimates.measured import Margin
 from conductor.load.cluster import Cluster
 from conductor.load.decode_batch import DecodeBatch, DecodeLoad
 from conductor.load.worker import WorkerState
-from conductor.messages import Reject, Request, RequestLimits
+from conductor.messages import AppliedLimits, Reject, Request
 from conductor.queue_order import QueueOrder
 from conductor.routing.routing import DecodeOption, Options, Pair
 from mooncake_store.layout import blocks_touched
@@ -150,7 +150,7 @@ def _too_large(
     return Reject(request.request_id, "too_large", reason, None, 0.0)
 
 
-def rejection(pair: Pair, config: ConductorConfig, limits: RequestLimits) -> str:
+def rejection(pair: Pair, config: ConductorConfig, limits: AppliedLimits) -> str:
     """The kind of rejection for this pair; "" if the pair keeps all limits."""
     if not pair.prefill.has_room:
         return "prefill_full"
@@ -359,25 +359,25 @@ class Gate:
         sheds = config.shedding == "fair_share" and config.admission != "none"
         self._share = FairShare(config) if sheds else None
 
-    def order(self, request: Request, limits: RequestLimits) -> QueueOrder:
+    def order(self, request: Request, limits: AppliedLimits) -> QueueOrder:
         """The order of the prefill queue. While requests of the tenant are shed, admission already
         prefers cheap requests. If the queue did so too, long prompts would starve."""
         sheds = self._share is not None and self._share.is_shedding(request.tenant)
         return self._config.overload_order(limits.ttft_slo_s) if sheds else self._order
 
-    def limits(self, request: Request) -> RequestLimits:
+    def limits(self, request: Request) -> AppliedLimits:
         """The limits of the request. A priority above 0 drops the margin for prediction errors. A
         priority below 0 reduces the limits of predicted times."""
         ttft_s, tbt_s = self._service.of(request.prompt_tokens)
         step_s = tbt_s * self._service.step_share
         if request.priority > 0:
-            return RequestLimits(ttft_s, tbt_s, ttft_s, step_s)
+            return AppliedLimits(ttft_s, tbt_s, ttft_s, step_s)
         share = priority_share(self._config, request)
         margin = self.margin.ratio(request.prompt_tokens)
-        return RequestLimits(ttft_s, tbt_s, ttft_s * share / margin, step_s * share)
+        return AppliedLimits(ttft_s, tbt_s, ttft_s * share / margin, step_s * share)
 
     def rejection(
-        self, pair: Pair, request: Request, pressure: Pressure, limits: RequestLimits
+        self, pair: Pair, request: Request, pressure: Pressure, limits: AppliedLimits
     ) -> str:
         """The kind of rejection on this pair; "" if the request is admitted. A resumed request is
         always admitted, because a rejection would lose the work already done for it."""

@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from conductor.config import AUTO, ConductorConfig
 from conductor.load.cluster import Cluster
 from conductor.load.worker import WorkerState
-from conductor.messages import RequestLimits
+from conductor.messages import AppliedLimits
 
 TTFT_FACTOR, TBT_FACTOR = 10.0, 5.0  # of the unloaded times; the paper's service levels
 TTFT_S_MIN, TBT_S_MIN = 1.0, 0.05  # people notice no difference below these values
@@ -87,7 +87,7 @@ class ServiceLimits:
         over recent requests, or the levels of TYPICAL_TOKENS before the first one."""
         return self._recent or self.of(TYPICAL_TOKENS)
 
-    def note(self, limits: RequestLimits) -> None:
+    def note(self, limits: AppliedLimits) -> None:
         """Count the limits of a decided request in `recent`."""
         if not self._is_auto:
             return

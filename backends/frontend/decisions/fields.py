@@ -5,8 +5,8 @@ The `decision` output of a request:
     policy, admission          the conductor's parameters of these names
     prefill, decode            the chosen pair of workers
     predicted                  the pair's Prediction, described in conductor/messages.py
-    limits                     the request's RequestLimits, in seconds, described there too; null in a
-                               rejection without a pair
+    limits                     the request's AppliedLimits, in seconds, described there too; null
+                               in a rejection without a pair
     predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
     second_fetch_node          the predicted sources of the prefix; nodes are storage nodes
     queue_order                name of the prefill queue's order

@@ -53,14 +53,14 @@ from backends.workers.protocol import (
     encode,
 )
 from conductor.config import ConductorConfig
-from conductor.messages import Prediction, Reject, Request, RequestLimits, Route, WorkerRef
+from conductor.messages import AppliedLimits, Prediction, Reject, Request, Route, WorkerRef
 from tests.backends.asking import TOKENIZER, Client, array
 
 SERVED = Served("print", 64, 4096, ("prefill_0", "decode_0"))
 PROMPT, TOKENS = [1, 2, 3], 40
 ANSWER = list(range(7, 7 + TOKENS))  # the only right one
 NOTHING = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-LIMITS = RequestLimits(2.0, 0.25, 1.5, 0.2)
+LIMITS = AppliedLimits(2.0, 0.25, 1.5, 0.2)
 P, D = ("prefill_0", "p"), ("decode_0", "d")
 
 

@@ -12,7 +12,7 @@ from backends.errors import Cancelled, Forbidden, InvalidRequest, Overloaded, Wo
 from backends.frontend.request_times import MESSAGES_PER_FLUSH, RequestTimes, end_of_span
 from backends.metrics.page import Observations
 from backends.metrics.table import METRICS
-from conductor.messages import UNLIMITED, Prediction, RequestLimits, Route, WorkerRef
+from conductor.messages import UNLIMITED, AppliedLimits, Prediction, Route, WorkerRef
 from loadtest.results import metrics as loadtest_metrics
 
 PREDICTED = Prediction(
@@ -26,7 +26,7 @@ PREDICTED = Prediction(
 )
 
 
-def route(limits: RequestLimits) -> Route:
+def route(limits: AppliedLimits) -> Route:
     worker = WorkerRef("w", "1", "s0", "")
     return Route("r", worker, worker, 0, 0, 0, None, PREDICTED, limits=limits)
 
@@ -43,7 +43,7 @@ def stream(
     messages: list[tuple[int, float]],
     is_stream: bool = True,
     error: Exception | None = None,
-    limits: RequestLimits = UNLIMITED,
+    limits: AppliedLimits = UNLIMITED,
 ) -> dict[str, list[float]]:
     """A request that came at 10.0, with (tokens, time) of each message."""
     observations = Observations()
@@ -127,7 +127,7 @@ def test_a_message_without_tokens_is_no_token() -> None:
 def test_goodput_is_what_met_both_limits(
     ttft_s_max: float, tbt_s_max: float, is_stream: bool, is_within: bool
 ) -> None:
-    limits = RequestLimits(ttft_s_max, tbt_s_max, math.inf, math.inf)
+    limits = AppliedLimits(ttft_s_max, tbt_s_max, math.inf, math.inf)
     messages = [(1, 10.5), (1, 10.6), (1, 10.64)]
     found = stream(messages, is_stream, limits=limits)
     assert found.get("requests_within_slo_total", []) == [1] * is_within

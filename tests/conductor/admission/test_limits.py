@@ -15,7 +15,7 @@ from conductor.admission.limits import (
     ServiceLimits,
 )
 from conductor.load.cluster import Cluster
-from conductor.messages import RequestLimits
+from conductor.messages import AppliedLimits
 from mooncake_store.records.events import NodeUp, WorkerDown, WorkerReported, WorkerUp
 from tests.conductor.fleet import conductor, fleet, node, prompt, report, worker
 
@@ -76,7 +76,7 @@ def test_a_longer_prompt_never_has_a_shorter_limit() -> None:
         assert shorter[0] <= longer[0] and shorter[1] <= longer[1]
 
 
-def applied(made: Conductor, tokens: int, priority: int = 0) -> RequestLimits:
+def applied(made: Conductor, tokens: int, priority: int = 0) -> AppliedLimits:
     found = made.explain(Request("?", tokens, (), 10, priority), 0.0).limits
     assert found is not None
     return found
