@@ -27,8 +27,11 @@ Not here: margin and priority (admission.py), the estimates (estimates/).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from conductor.config import AUTO, ConductorConfig
+from conductor.estimates.estimates import DecodeEstimate, PrefillEstimate
+from conductor.estimates.pipeline import PipelineEstimate
 from conductor.load.cluster import Cluster
 from conductor.load.worker import WorkerState
 from conductor.messages import AppliedLimits
@@ -39,10 +42,11 @@ TTFT_S_MIN, TBT_S_MIN = 1.0, 0.05  # people notice no difference below these val
 # intervals, so a batch whose steps take as long as the service level misses it.
 STEP_SHARE = 0.8
 TTFT_RULE = f"auto: {TTFT_FACTOR:g}x unloaded, at least {TTFT_S_MIN:g} s"
-TBT_RULE = f"auto: {TBT_FACTOR:g}x unloaded, at least {TBT_S_MIN:g} s"
+TBT_RULE = f"auto: {STEP_SHARE:.0%} of {TBT_FACTOR:g}x unloaded, at least {TBT_S_MIN:g} s"
 UNMEASURED_TTFT_S, UNMEASURED_TBT_S = 30.0, 1.0
 TYPICAL_TOKENS = 1_024  # the prompt for which workers are compared; `recent` before any request
 RECENT_WEIGHT = 1 / 64  # of one request in `recent`
+PrefillTime: TypeAlias = PrefillEstimate | PipelineEstimate
 
 
 class ServiceLimits:
@@ -51,7 +55,7 @@ class ServiceLimits:
     def __init__(self, config: ConductorConfig, cluster: Cluster) -> None:
         self._pools = cluster.prefills, cluster.decodes
         self._versions = (-1, -1)  # of the pools, when the fastest workers were chosen
-        self._fastest: tuple[WorkerState | None, WorkerState | None] = (None, None)
+        self._fastest: tuple[PrefillTime | None, DecodeEstimate | None] = (None, None)
         self._ttft_s = None if config.ttft_slo_s == AUTO else config.ttft_slo_s
         self._tbt_s = None if config.tbt_slo_s == AUTO else config.tbt_slo_s
         # Share of tbt_slo_s up to which admission fills batches.
@@ -67,13 +71,11 @@ class ServiceLimits:
             if ttft_s is None:
                 ttft_s = UNMEASURED_TTFT_S
                 if prefill is not None:
-                    prefill_s = prefill.pipeline.seconds(prompt_tokens, 0)
-                    ttft_s = max(TTFT_S_MIN, TTFT_FACTOR * prefill_s)
+                    ttft_s = max(TTFT_S_MIN, TTFT_FACTOR * prefill.seconds(prompt_tokens, 0))
             if tbt_s is None:
                 tbt_s = UNMEASURED_TBT_S
                 if decode is not None:
-                    step_s = decode.decode_estimate.step_s(1, prompt_tokens)
-                    tbt_s = max(TBT_S_MIN, TBT_FACTOR * step_s)
+                    tbt_s = max(TBT_S_MIN, TBT_FACTOR * decode.step_s(1, prompt_tokens))
         assert ttft_s is not None and tbt_s is not None
         return ttft_s, tbt_s
 
@@ -97,8 +99,8 @@ class ServiceLimits:
             tbt_s + RECENT_WEIGHT * (limits.tbt_slo_s - tbt_s),
         )
 
-    def _unloaded(self) -> tuple[WorkerState | None, WorkerState | None]:
-        """The fastest measured prefill worker and decode worker; None for a role without one."""
+    def _unloaded(self) -> tuple[PrefillTime | None, DecodeEstimate | None]:
+        """The estimates of the fastest measured workers; None for a role without one."""
         prefills, decodes = self._pools
         if (prefills.version, decodes.version) != self._versions:
             self._versions = (prefills.version, decodes.version)
@@ -106,11 +108,15 @@ class ServiceLimits:
         return self._fastest
 
 
-def _fastest_prefill(workers: Iterable[WorkerState]) -> WorkerState | None:
-    measured = [w for w in workers if all(s.info.prefill_coefficients for s in w.stages)]
-    return min(measured, key=lambda w: w.pipeline.seconds(TYPICAL_TOKENS, 0), default=None)
+def _fastest_prefill(workers: Iterable[WorkerState]) -> PrefillTime | None:
+    measured: list[PrefillTime] = [
+        worker.pipeline if len(worker.stages) > 1 else worker.pipeline.slowest
+        for worker in workers
+        if all(stage.info.prefill_coefficients for stage in worker.stages)
+    ]
+    return min(measured, key=lambda each: each.seconds(TYPICAL_TOKENS, 0), default=None)
 
 
-def _fastest_decode(workers: Iterable[WorkerState]) -> WorkerState | None:
-    measured = [w for w in workers if w.info.decode_coefficients]
-    return min(measured, key=lambda w: w.decode_estimate.step_s(1, TYPICAL_TOKENS), default=None)
+def _fastest_decode(workers: Iterable[WorkerState]) -> DecodeEstimate | None:
+    measured = [w.decode_estimate for w in workers if w.info.decode_coefficients]
+    return min(measured, key=lambda each: each.step_s(1, TYPICAL_TOKENS), default=None)

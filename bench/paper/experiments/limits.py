@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[SecondsOrAuto, SecondsOrAuto]] = {
     "10 s, 90 ms": (10.0, STEP_S_MAX),
 }
 LOADS = (0.5, 1.0, 1.6)  # of the capacity
-SPEEDS = tuple(0.5 + 0.25 * step for step in range(19))
+SPEEDS = tuple(1.0 + 0.25 * step for step in range(17))
 SUSTAINED_SHARE = 0.9
 OF_BEST = 0.9  # goodput of `auto` / that of the best fixed setting, at least
 

@@ -164,7 +164,7 @@ def test_a_rejection_for_the_step_names_the_rule_of_its_limit() -> None:
             refused = found
             break
     assert refused is not None and refused.kind == "tbt_slo", refused
-    assert "(auto: 5x unloaded, at least 0.05 s, 10 tokens)" in refused.reason
+    assert "(auto: 80% of 5x unloaded, at least 0.05 s, 10 tokens)" in refused.reason
 
 
 def test_the_recent_limit_starts_with_that_of_a_usual_prompt_and_follows_requests() -> None:
