@@ -21,6 +21,7 @@ GROUP = "mooncake.commands"
 # Subcommand -> examples at the end of its --help.
 EXAMPLES = {
     "init": ("mooncake init my-models",),
+    "model": ("mooncake model get smollm2-135m", "mooncake model import my-model.gguf"),
     "serve": (
         "mooncake serve --openai-port 9000",
         "mooncake serve --checkpoint /path/to/checkpoint --dtype bfloat16 --prefill 1 --decode 2",

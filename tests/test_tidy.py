@@ -63,7 +63,7 @@ FLOORS = {
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
-        {"metrics", "tenants"},
+        {"metrics", "models", "tenants"},
         {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls", "statuses"},
         {"direct_http", "errors", "extras", "shipped"},
     ],
