@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from backends.errors import ConfigError
+from conductor.config import AUTO
 from mooncake_store.sizes import size_bytes
 
 ENGINES = ("torch", "tensorrt_llm")
@@ -27,8 +28,8 @@ TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
 KV_PAGES_MIN = 2  # least number of pages of an engine
 Size = int  # kind of a parameter in bytes that is written as a size, such as 256M
-EXPECTED = {"Size": "a size such as 256M"}  # kind -> its name in errors, if it is another
 RECORDING_BYTES_MIN = 2**20  # least value of recording_bytes_max
+KIND_NAMES = {"Size": "a size such as 256M", "SecondsOrAuto": "float or auto"}
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -241,7 +242,7 @@ def check_configs(
         try:
             values[name] = convert(kind, raw[name])
         except ValueError:
-            found.append(f"{name} is {raw[name]!r}; expected {EXPECTED.get(kind, kind)}")
+            found.append(f"{name} is {raw[name]!r}; expected {KIND_NAMES.get(kind, kind)}")
     # Readable values are checked even if others are unreadable, to report every mistake at once.
     configs: list[Config] = []
     for cls in classes:
@@ -266,7 +267,8 @@ def _by_new_names(model: str, raw: Mapping[str, str]) -> dict[str, str]:
 
 
 def convert(kind: str, text: str) -> object:
-    """Parse a parameter: bool, int, Size, float or str. Raises ValueError on failure."""
+    """Parse a parameter of this kind: bool, int, float, str, Size or SecondsOrAuto. Raises
+    ValueError on failure."""
     if kind == "bool":
         lowered = text.strip().lower()
         if lowered not in TRUE + FALSE:
@@ -274,6 +276,8 @@ def convert(kind: str, text: str) -> object:
         return lowered in TRUE
     if kind == "Size":
         return int(size_bytes(text))
+    if kind == "SecondsOrAuto":
+        return AUTO if text.strip() == AUTO else float(text)
     return {"int": int, "float": float, "str": str}[kind](text)
 
 

@@ -109,7 +109,7 @@ def unloaded_limits(offered: Sequence[Offered], engine: MeasuredEngine) -> Servi
     """Multiples of the median request's times when each request comes alone."""
     apart = [replace(one, at_s=ALONE_S * number) for number, one in enumerate(offered)]
     settings = replace(engine.settings(), prefills=1, decodes=1)
-    config = ConductorConfig(admission="none", advisory=True)
+    config = ConductorConfig(admission="none", advisory=True, ttft_slo_s=30.0, tbt_slo_s=1.0)
     jobs = SimulatedFleet(config, settings, engine.gpu()).run(apart[:ALONE_REQUESTS])
     ttft_s = statistics.median((job.prefilled_s or 0.0) - job.arrived_s for job in jobs)
     tbt_s = statistics.median(job.tbt_s for job in jobs if job.output_tokens > 1)

@@ -191,7 +191,8 @@ def simulate(
         report_s=0.5,
     )
     settings = settings_of(profile, shape)
-    return SimulatedFleet(ConductorConfig(admission="none"), settings, settings.gpu()).run(offered)
+    config = ConductorConfig(admission="none", ttft_slo_s=30.0, tbt_slo_s=1.0)
+    return SimulatedFleet(config, settings, settings.gpu()).run(offered)
 
 
 async def take_turns(

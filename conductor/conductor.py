@@ -38,6 +38,8 @@ from conductor.admission.admission import (
     reject_for,
     reject_untaken,
 )
+from conductor.admission.fair_share import Pressure
+from conductor.admission.limits import ServiceLimits
 from conductor.admission.tenant_quotas import TenantQuotas
 from conductor.config import ConductorConfig
 from conductor.estimates.measured import RelativeErrors
@@ -61,7 +63,7 @@ from conductor.notes import EndedNote, NoteBatch, OutgoingNotes, PrefilledNote, 
 from conductor.replication.hotspots import Hotspots
 from conductor.roles.balance import RoleBalance
 from conductor.routing.compiled import CompiledDecision, RouteQuery
-from conductor.routing.routing import Options, Pair
+from conductor.routing.routing import DecodeOption, Options, Pair
 from conductor.routing.tiers import Tiers
 from mooncake_store.prefix_index.prefix_index import PrefixIndex
 from mooncake_store.records.events import (
@@ -109,8 +111,9 @@ class Conductor:
         self._hotspots = Hotspots(config)
         self._quotas = TenantQuotas(config.request_s_max)
         self._prefill_errors, self._ttft_errors = RelativeErrors(), RelativeErrors()
-        self._gate = Gate(config)
-        self._balance = None if config.role_flips == "off" else RoleBalance(self._cluster)
+        self._limits = limits = ServiceLimits(config, self._cluster)
+        self._gate = Gate(config, limits)
+        self._balance = None if config.role_flips == "off" else RoleBalance(self._cluster, limits)
         is_reserved = LOAD_POLICIES[config.admission] is load_reserved
         self._loads = None if is_reserved else decode_loads  # None: the pool has the reserved loads
         self._compiled = CompiledDecision.of(self._cluster)
@@ -235,8 +238,9 @@ class Conductor:
         if self._balance is not None:
             prefill_s, decode = pair.predicted.prefill_s, pair.decode.worker
             self._balance.demand.asked(prefill_s, request.prompt_tokens, decode, now_s)
-        pressure = pressure_on(options, pair.decode, self.config, self._others.wanted_of)
-        kind, advice = self._gate.rejection(pair, request, pressure, options.ttft_limit_s), None
+        self._limits.note(options.limits)
+        pressure = self._pressure(options, pair.decode)
+        kind, advice = self._gate.rejection(pair, request, pressure, options.limits), None
         if kind:
             shed = self._gate.shed(pair, request, pressure) if kind == "fair_share" else None
             rejection = reject_for(
@@ -272,10 +276,13 @@ class Conductor:
         candidates = []
         for is_other, _, _, (prefill, decode) in heapq.nsmallest(shown, ranked, lambda r: r[:3]):
             pair = options.pair(prefill, decode)
-            pressure = pressure_on(options, decode, self.config, self._others.wanted_of)
-            verdict = self._gate.rejection(pair, request, pressure, options.ttft_limit_s)
+            pressure = self._pressure(options, decode)
+            verdict = self._gate.rejection(pair, request, pressure, options.limits)
             candidates.append(_candidate(pair, verdict or ("slower" if is_other else "chosen")))
-        return Explanation(tuple(candidates), len(ranked) - shown)
+        return Explanation(tuple(candidates), len(ranked) - shown, options.limits)
+
+    def _pressure(self, options: Options, decode: DecodeOption) -> Pressure:
+        return pressure_on(options, decode, self._limits, self._others.wanted_of)
 
     def _options(self, request: Request, now_s: float) -> Options | Reject:
         """The predicted times of each usable worker, or the rejection if a role has none."""
@@ -288,11 +295,9 @@ class Conductor:
         joinable = decodes.usable(now_s, tokens + request.output_tokens_max, excluded)
         if not decodes.count(joinable):
             return reject_untaken(cluster, "decode", request, now_s)
-        ttft_limit_s = self._gate.ttft_limit_s(request)
-        order = self._gate.order(request)
-        query = RouteQuery(
-            cluster, request, (usable, joinable), self._loads, order, ttft_limit_s, now_s
-        )
+        limits = self._gate.limits(request)
+        order = self._gate.order(request, limits)
+        query = RouteQuery(cluster, request, (usable, joinable), self._loads, order, limits, now_s)
         return Options.predicted(query, self._tiers, self._compiled)
 
     def _refuse(self, rejection: Reject) -> Reject:
@@ -316,6 +321,7 @@ class Conductor:
             order_key_s=options.order.key_s(now_s, prefill.terms.prefill_s),
             restore_blocks=prefill.restore_blocks,
             second_fetch_node=options.second_fetch_node(prefill),
+            limits=options.limits,
         )
         workers = (prefill.worker, decode.worker)
         self._cluster.reserve(route, workers, request, prefill.terms.fetch_s, now_s)
@@ -515,6 +521,7 @@ class Conductor:
 
     def stats(self) -> ConductorStats:
         balance = self._balance
+        ttft_slo_s, tbt_slo_s = self._limits.recent
         return ConductorStats(
             **asdict(self._totals),
             rejected=dict(self._rejected),
@@ -522,6 +529,8 @@ class Conductor:
             in_flight=sum(not r.is_elsewhere for r in self._cluster.in_flight.values()),
             prefill_error=self._prefill_errors.mean,
             ttft_error=self._ttft_errors.mean,
+            ttft_slo_s=ttft_slo_s,
+            tbt_slo_s=tbt_slo_s,
             frontends_known=len(self._others),
             routed_elsewhere=self._others.requests,
             note_batches_received=self._others.batches_received,

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Final, Literal, TypeAlias
 
+from conductor.messages import AppliedLimits
 from conductor.queue_order import FIFO, QueueOrder
 
 POLICIES = ("adaptive", "kvcache_centric", "cache_aware", "load_balance", "random")
@@ -24,6 +26,8 @@ CHOICES = {
     "queue_order": ("fifo", "shortest_first"),
     "role_flips": ("off", "dry_run", "on"),
 }
+AUTO: Final = "auto"
+SecondsOrAuto: TypeAlias = float | Literal["auto"]
 OVERLOAD_STRETCH = 20.0  # queue_stretch under overload; most prompts then reach queue_wait_s_max
 
 
@@ -32,8 +36,9 @@ class ConductorConfig:
     """Defaults suit the demo (a tiny model on two CPU cores). Times are in seconds."""
 
     # Service levels. By default, a request predicted to exceed one of them is rejected at once.
-    ttft_slo_s: float = 30.0  # time to first token
-    tbt_slo_s: float = 1.0  # time between tokens
+    # auto: 10x and 5x of what the request takes on an unloaded system (admission/limits.py).
+    ttft_slo_s: SecondsOrAuto = AUTO  # time to first token
+    tbt_slo_s: SecondsOrAuto = AUTO  # time between tokens
     # If True, a rejection for a service level, for room or for fair shares becomes Route.advice.
     advisory: bool = False
     # The decode load that admission checks (admission.py). reserved: all requests that decode or
@@ -130,30 +135,26 @@ class ConductorConfig:
             return FIFO
         return QueueOrder(self.queue_stretch, self.queue_wait_s_max)
 
-    @property
-    def overload_order(self) -> QueueOrder:
+    def overload_order(self, ttft_slo_s: float) -> QueueOrder:
         """The order while requests are shed: nearly first come, first served. Only the shortest
         prompts overtake, since they delay others little. No request overtakes another one that
-        arrived earlier by more than the target length of the queue."""
+        arrived earlier by more than `backlog_share` of its service level `ttft_slo_s`."""
         if self.queue_order == "fifo":
             return FIFO
-        wait_s_max = min(self.queue_wait_s_max, self.backlog_share * self.ttft_slo_s)
+        wait_s_max = min(self.queue_wait_s_max, self.backlog_share * ttft_slo_s)
         return QueueOrder(max(self.queue_stretch, OVERLOAD_STRETCH), wait_s_max)
 
-    @property
-    def arrival_tbt_slo_s(self) -> float:
-        """Limit of the re-check at decode workers (arrival_check.py); 0: no check."""
-        return 0.0 if self.advisory or self.admission == "none" else self.tbt_slo_s
-
-    def tbt_limit_s(self, priority: int) -> float:
-        """Limit of the predicted time between tokens, in seconds, at this priority."""
-        return self.tbt_slo_s * (self.low_priority_load_max if priority < 0 else 1.0)
+    def arrival_tbt_slo_s(self, limits: AppliedLimits) -> float:
+        """Limit of the re-check at decode workers (arrival_check.py), in seconds; 0: no check."""
+        return 0.0 if self.advisory or self.admission == "none" else limits.tbt_slo_s
 
     def problems(self) -> list[str]:
         """All invalid values, each with its remedy; empty if there are none."""
         found = []
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.type == "SecondsOrAuto" and isinstance(value, str) and value != AUTO:
+                found.append(f"{field.name} is {value!r}; set a number of seconds, or {AUTO}")
             if isinstance(value, (bool, str)):
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in MAY_BE_0):

@@ -7,6 +7,7 @@ Not here: directory events and worker reports (mooncake_store), options (config.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -51,6 +52,18 @@ class WorkerRef:
     grpc_address: str = ""  # HOST:PORT of its Triton; "" without one
 
 
+class AppliedLimits(NamedTuple):
+    """The limits of one request, in seconds. The predicted limits are those of admission."""
+
+    ttft_slo_s: float  # service level of the time to first token
+    tbt_slo_s: float  # service level of the time between tokens
+    ttft_predicted_s: float  # most predicted TTFT: the service level, by margin and priority
+    tbt_predicted_s: float  # most predicted TBT: the service level, by priority
+
+
+UNLIMITED = AppliedLimits(math.inf, math.inf, math.inf, math.inf)
+
+
 class Prediction(NamedTuple):
     """The predicted times on one pair of workers. ttft_s is the sum of the four before it."""
 
@@ -85,6 +98,7 @@ class Reject:
     reason: str
     predicted: Prediction | None  # of the best pair; None if no pairs were compared
     retry_after_s: float  # too_large: 0.0, because a retry cannot help
+    limits: AppliedLimits | None = None  # None if no pairs were compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +119,7 @@ class Route:
     order_key_s: float = 0.0
     restore_blocks: int = 0  # the last blocks of local_blocks, which are on the node's SSD
     second_fetch_node: str | None = None  # the node to fetch from if fetch_node fails
+    limits: AppliedLimits = UNLIMITED
 
     @property
     def fetch_nodes(self) -> tuple[str, ...]:
@@ -152,6 +167,7 @@ class Explanation:
 
     candidates: tuple[Candidate, ...]  # the chosen pair, and then other pairs by TTFT
     left_out: int  # number of pairs not in `candidates`
+    limits: AppliedLimits | None = None  # None without candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +219,8 @@ class ConductorStats:
     in_flight: int  # gauge of this frontend's requests that are routed and not finished
     prefill_error: float  # recent mean |actual - predicted| / actual prefill time; 0.0 before any
     ttft_error: float  # the same mean for the time from routing to the end of prefill
+    ttft_slo_s: float  # gauge of the service level; with `auto`, the mean of recent requests
+    tbt_slo_s: float  # the same for the time between tokens
     frontends_known: int = 0  # gauge of the other frontends that sent notes recently
     routed_elsewhere: int = 0  # gauge of the known in-flight requests of other frontends
     note_batches_received: int = 0

@@ -52,8 +52,8 @@ FLOORS = {
         {"block_keys", "layout"}, {"errors", "sizes"}, {"native"},
     ],
     "conductor": [
-        {"conductor"}, {"admission", "replication", "roles"}, {"routing"}, {"load"}, {"estimates"},
-        {"config"}, {"queue_order", "messages", "notes"},
+        {"conductor"}, {"admission", "replication", "roles"}, {"routing", "admission/limits"},
+        {"load"}, {"estimates"}, {"config"}, {"queue_order", "messages", "notes"},
     ],
     "backends": [
         {"cli"}, {"doctor"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from backends.config_pbtxt import (
+    KIND_NAMES,
     OLD_NAMES,
     DecodeConfig,
     FrontendConfig,
@@ -155,7 +156,7 @@ def _row(section: ReferenceSection, row: ParameterMeaning, files: list[ModelFile
     others = _other_values(kind, default, shipped)
     values = "; ".join([_value(default), *others])
     may_be = row.limits or limits_of(row.name, kind)
-    return f"| `{row.name}` | {kind} | {values} | {may_be} | {row.meaning} |"
+    return f"| `{row.name}` | {KIND_NAMES.get(kind, kind)} | {values} | {may_be} | {row.meaning} |"
 
 
 def _other_values(kind: str, default: object, shipped: Mapping[str, str]) -> Iterator[str]:
@@ -178,6 +179,8 @@ def limits_of(name: str, kind: str) -> str:
     """Limits of the conductor's parameters, as ConductorConfig.problems checks them."""
     if kind == "bool":
         return "`true`, `false`"
+    if kind == "SecondsOrAuto":
+        return "above 0, or `auto`"
     if name in CHOICES:
         return ", ".join(f"`{choice}`" for choice in CHOICES[name])
     if name in SHARES:

@@ -246,9 +246,15 @@ CONDUCTOR: tuple[ParameterMeaning, ...] = (
     ParameterMeaning(
         "ttft_slo_s",
         "",
-        "a request whose predicted time to first token is longer is rejected at once",
+        "seconds; a request whose predicted time to first token is longer is rejected at once. "
+        "`auto`: 10x of what the whole prompt would take on an unloaded system, at least 1 s",
     ),
-    ParameterMeaning("tbt_slo_s", "", "the same for the predicted time between tokens"),
+    ParameterMeaning(
+        "tbt_slo_s",
+        "",
+        "the same for the predicted time between tokens. `auto`: 5x of a decode step of the "
+        "request alone, at least 0.05 s",
+    ),
     ParameterMeaning(
         "advisory", "", "true: decide and count, never reject for a service level or for room"
     ),

@@ -250,6 +250,7 @@ class ClusterView:
         with self._lock:
             workers = self._conductor.status(now_s)
             hot = self._conductor.hot_prefixes(now_s, HOT_PREFIXES_MAX)
+            stats = self._conductor.stats()
         return ClusterReading(
             now_s,
             workers,
@@ -257,6 +258,7 @@ class ClusterView:
             self._latest.newest_first(),
             served.block_tokens if served else 0,
             served.context_tokens_max if served else 0,
+            (stats.ttft_slo_s, stats.tbt_slo_s),
         )
 
     def stats(self) -> ConductorStats:

@@ -28,7 +28,7 @@ from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.lifecycle.events import Unwanted, WorkerLost
 from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.live_requests import LiveRequests, TenantCap
-from backends.frontend.request_times import LatencyLimits, RequestTimes, end_of_span, outcome_of
+from backends.frontend.request_times import RequestTimes, end_of_span, outcome_of
 from backends.frontend.token_streams import TokenStreams
 from backends.frontend.traffic_recorder import TrafficRecorder
 from backends.frontend.unreached_workers import UnreachedWorkers
@@ -79,7 +79,6 @@ class Frontend:
         self._cap = TenantCap(config.requests_max, config.tenant_requests_share)
         self._entering = threading.Lock()
         self.observations = Observations()
-        self._limits = LatencyLimits(cluster.config.ttft_slo_s, cluster.config.tbt_slo_s)
         self.live = LiveRequests(config.cancel_poll_s)
         self.unreached = UnreachedWorkers(cluster, calls.probe)
         self._services = Services(
@@ -106,7 +105,7 @@ class Frontend:
             self._start(self._answer, verb, parameters, client)
             return
         now_s = time.monotonic()
-        times = RequestTimes(self.observations, now_s, self._limits)
+        times = RequestTimes(self.observations, now_s)
         trace = begin_trace(self.tracing, parameters, now_s)
         refused: ServingError | None = None
         try:

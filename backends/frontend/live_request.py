@@ -402,7 +402,8 @@ class LiveRequest:
         request, _ = self._understood()
         assert assignment.prefilled is not None
         token_id, prefilled = assignment.prefilled
-        slo_s = 0.0 if action.is_resumed else self._services.cluster.config.arrival_tbt_slo_s
+        limits, config = assignment.decided.route.limits, self._services.cluster.config
+        slo_s = 0.0 if action.is_resumed else config.arrival_tbt_slo_s(limits)
         call = DecodeRequest(
             request_id=assignment.request_id,
             prompt_tokens=len(request.prompt_ids),
@@ -551,7 +552,7 @@ class LiveRequest:
         if self._request is not None:
             self.times.read(len(self._request.prompt_ids), cached_tokens)
         took_s = assignment.replied_s - assignment.routed_s
-        self.times.prefilled(assignment.decided.route.predicted, took_s)
+        self.times.prefilled(assignment.decided.route, took_s)
 
     def _stop_workers(self, action: events.StopWorkers) -> None:
         """Send Stop to every process of both workers; a worker that reloads has two processes."""

@@ -120,9 +120,8 @@ def show(page: MetricPage, shown: Shown, now_s: float) -> None:
     page.counter_to("mooncake_routed_total", stats.routed)
     page.counter_to("mooncake_fetches_total", stats.fetches)
     page.counter_to("mooncake_replicated_blocks_total", stats.replicated_blocks)
-    limits = frontend.cluster.config
-    page.gauge("mooncake_slo_seconds", limits.ttft_slo_s, now_s, limit="ttft")
-    page.gauge("mooncake_slo_seconds", limits.tbt_slo_s, now_s, limit="tbt")
+    page.gauge("mooncake_slo_seconds", stats.ttft_slo_s, now_s, limit="ttft")
+    page.gauge("mooncake_slo_seconds", stats.tbt_slo_s, now_s, limit="tbt")
     for found in frontend.cluster.copies_by_heat:
         page.gauge("mooncake_hot_blocks", found.blocks, now_s, heat=str(found.heat))
         page.gauge("mooncake_hot_block_copies", found.copies, now_s, heat=str(found.heat))

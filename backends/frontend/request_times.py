@@ -14,7 +14,6 @@ import heapq
 import math
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from backends.errors import (
     Cancelled,
@@ -30,31 +29,19 @@ from backends.frontend.request import ClientRequest
 from backends.metrics.page import Observations
 from backends.metrics.table import REASONS, TENANT_REASONS
 from backends.tracing.request_spans import Attribute
-from conductor.messages import Prediction
+from conductor.messages import UNLIMITED, Route
 
 TBT_LONGEST_SHARE = 0.1  # TBT: mean of this share of the longest intervals (FAST'25, section 5.1)
 MESSAGES_PER_FLUSH = 50  # messages after which a stream's intervals are added to the counters
 
 
-class LatencyLimits(NamedTuple):
-    """The latency limits (SLO) of an answer, in seconds."""
-
-    ttft_s_max: float = math.inf
-    tbt_s_max: float = math.inf
-
-
-NO_LIMITS = LatencyLimits()
-
-
 class RequestTimes:
     """Times and counts of one request. Only `retried` may be called by several threads."""
 
-    def __init__(
-        self, observations: Observations, arrived_s: float, limits: LatencyLimits = NO_LIMITS
-    ) -> None:
+    def __init__(self, observations: Observations, arrived_s: float) -> None:
         self._observe = observations.observe
         self._arrived_s = arrived_s
-        self._limits = limits
+        self._limits = UNLIMITED  # of its latest attempt
         # Monotonic time of the first and of the latest message with tokens; 0: none was sent.
         self.first_s = self._last_s = 0.0
         self._tokens = 0  # tokens sent
@@ -68,8 +55,9 @@ class RequestTimes:
     def retried(self) -> None:
         self._observe("mooncake_retries_total")
 
-    def prefilled(self, predicted: Prediction, actual_s: float) -> None:
+    def prefilled(self, route: Route, actual_s: float) -> None:
         """The prefill reply of an attempt came `actual_s` after the routing decision."""
+        predicted, self._limits = route.predicted, route.limits
         self._predicted_tbt_s = predicted.tbt_s
         predicted_s = predicted.ttft_s - predicted.handover_s  # the first token needs no hand-over
         self._observe("mooncake_ttft_prediction_error_ratio", _error(predicted_s, actual_s))
@@ -117,7 +105,7 @@ class RequestTimes:
                 actual_s = tbt_s(self._gaps_s, self._tokens - 1)
                 self._observe_tbt(actual_s)
             ttft_s = self.first_s - self._arrived_s
-            if ttft_s <= self._limits.ttft_s_max and actual_s <= self._limits.tbt_s_max:
+            if ttft_s <= self._limits.ttft_slo_s and actual_s <= self._limits.tbt_slo_s:
                 self._observe("mooncake_requests_within_slo_total")
 
     def _observe_tbt(self, actual_s: float) -> None:

@@ -112,7 +112,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
                 "Ended requests by outcome: answered, or the first word of the error text.",
                 Label("outcome", OUTCOMES)),
         counter("mooncake_requests_within_slo_total", "requests", (FRONTEND,),
-                "Answered requests within both limits of mooncake_slo_seconds (goodput). The limit "
+                "Answered requests within ttft_slo_s and tbt_slo_s (goodput). The limit "
                 "of TBT applies to streams with more than one token."),
         counter("mooncake_rejections_total", "requests", (FRONTEND,),
                 "Requests rejected for lack of capacity or by a limit, by `kind` of the error.",
@@ -176,7 +176,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Latency": (
         gauge("mooncake_slo_seconds", "seconds", (FRONTEND,),
               "The conductor's parameters ttft_slo_s and tbt_slo_s: limits for admission and "
-              "goodput.", Label("limit", ("ttft", "tbt"))),
+              "goodput. With auto, the mean of recent requests.",
+              Label("limit", ("ttft", "tbt"))),
         seconds("mooncake_ttft_seconds", FRONTEND,
                 "Time to first token: from the arrival of a request until the frontend sends its "
                 "first token, parsing and tokenising included."),

@@ -235,7 +235,7 @@ class FollowedFleet(SimulatedFleet):
         self._decoding[job.request_id] = process.key
         if not node.expects(job.request_id):  # another process received its layers
             node.expect(job, job.route.prefill.node_id, 0.0)
-        if not node.submit(job, self.config.arrival_tbt_slo_s):
+        if not node.submit(job, self.config.arrival_tbt_slo_s(job.route.limits)):
             self._fail(request, job, Overloaded(job.refused, "this worker is full", 1.0))
 
     def _begun(self, job: SimulatedJob) -> None:

@@ -44,6 +44,7 @@ DECODE = (0.02, 1.0e-4, 2.0e-8)  # s, s per sequence, s per token of context
 BLOCK_BYTES = TRACE_BLOCK_TOKENS * 327_680  # 320 KiB a token
 TRANSFER_BYTES_PER_S = 20e9
 TTFT_SLO_S = 300.0  # every prompt of the trace is admitted
+TBT_SLO_S = 1.0
 WARM_UP = 500  # decisions that are not counted
 ROLES = ("prefill", "decode")
 
@@ -158,7 +159,10 @@ def gap_s(rows: Sequence[TraceRow], workers: int) -> float:
 
 def fleet_of(policy: str, workers: int) -> PredictedFleet:
     config = ConductorConfig(
-        policy=policy, ttft_slo_s=TTFT_SLO_S, transfer_bytes_per_s=TRANSFER_BYTES_PER_S
+        policy=policy,
+        ttft_slo_s=TTFT_SLO_S,
+        tbt_slo_s=TBT_SLO_S,
+        transfer_bytes_per_s=TRANSFER_BYTES_PER_S,
     )
     return PredictedFleet(Conductor(config), workers)
 

@@ -19,6 +19,7 @@ from bench.paper.experiments import (
     crowd,
     dynamo_replay,
     frontends,
+    limits,
     pipeline_groups,
     rejection,
     roles,
@@ -81,6 +82,7 @@ from loadtest.simulator.options import (
 
 EXPERIMENTS: Mapping[str, Callable[[SimulationOptions, Begin], Answer]] = {
     "scheduling": scheduling.answer,
+    "limits": limits.answer,
     "rejection": rejection.answer,
     "dynamo-replay": dynamo_replay.answer,
     "frontends": frontends.answer,
@@ -110,6 +112,8 @@ ABOUT = """What to find out.
 
 scheduling: mean TTFT under each prefill policy (the paper's Figure 5, and ours); the real
 conductor, directory and batching on a virtual clock, 8 + 8 nodes, a model of the GPUs.
+
+limits: requests within their service levels with the conductor's limits `auto` and fixed ones.
 
 rejection: what each admission policy does when more is offered than fits (the paper's Table 3).
 

@@ -47,13 +47,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from conductor.admission.fair_share import FairShare, Pressure, Shed
-from conductor.config import ConductorConfig
+from conductor.admission.limits import TBT_RULE, TTFT_RULE, UNMEASURED_TTFT_S, ServiceLimits
+from conductor.config import AUTO, ConductorConfig, SecondsOrAuto
 from conductor.estimates.lengths import class_name
 from conductor.estimates.measured import Margin
 from conductor.load.cluster import Cluster
 from conductor.load.decode_batch import DecodeBatch, DecodeLoad
 from conductor.load.worker import WorkerState
-from conductor.messages import Reject, Request
+from conductor.messages import AppliedLimits, Reject, Request
 from conductor.queue_order import QueueOrder
 from conductor.routing.routing import DecodeOption, Options, Pair
 from mooncake_store.layout import blocks_touched
@@ -149,19 +150,19 @@ def _too_large(
     return Reject(request.request_id, "too_large", reason, None, 0.0)
 
 
-def rejection(pair: Pair, request: Request, config: ConductorConfig, ttft_limit_s: float) -> str:
+def rejection(pair: Pair, config: ConductorConfig, limits: AppliedLimits) -> str:
     """The kind of rejection for this pair; "" if the pair keeps all limits."""
     if not pair.prefill.has_room:
         return "prefill_full"
     if config.admission == "none":
         return "" if pair.decode.has_room else "decode_full"
-    if pair.predicted.ttft_s > ttft_limit_s:
+    if pair.predicted.ttft_s > limits.ttft_predicted_s:
         return "ttft_slo"
     if config.admission == "baseline":
         return ""
     if not pair.decode.has_room:
         return "decode_full"
-    if pair.predicted.tbt_s > config.tbt_limit_s(request.priority):
+    if pair.predicted.tbt_s > limits.tbt_predicted_s:
         return "tbt_slo"
     return ""
 
@@ -182,12 +183,17 @@ class RejectionCase:
         priority = self.request.priority
         return f" for priority {priority}" if priority < 0 else ""
 
+    def notes(self, slo_s: SecondsOrAuto, auto_rule: str) -> list[str]:
+        """The rule of a limit that is `auto`; empty for a limit in seconds."""
+        return [f"{auto_rule}, {self.request.prompt_tokens} tokens"] if slo_s == AUTO else []
+
 
 def reject_for(kind: str, case: RejectionCase) -> Reject:
     """The rejection with its reason, the limit, and when to retry."""
     reason, wait_s = WORDS[kind](case)
     retry_s = _bounded(wait_s, case.cluster.config)
-    return Reject(case.request.request_id, kind, reason, case.pair.predicted, retry_s)
+    predicted, limits = case.pair.predicted, case.options.limits
+    return Reject(case.request.request_id, kind, reason, predicted, retry_s, limits)
 
 
 def _prefill_full(case: RejectionCase) -> tuple[str, float]:
@@ -202,15 +208,16 @@ def _prefill_full(case: RejectionCase) -> tuple[str, float]:
 
 def _ttft_slo(case: RejectionCase) -> tuple[str, float]:
     config, predicted = case.cluster.config, case.pair.predicted
-    limit_s, wait_s = case.options.ttft_limit_s, predicted.ttft_s - case.options.ttft_limit_s
-    asked_s = config.ttft_slo_s * (
-        config.low_priority_load_max if case.request.priority < 0 else 1.0
-    )
-    low_by = f"{asked_s / limit_s:.2f}, because predictions of such prompts were too low"
-    of_errors = f" ({asked_s:g} s divided by {low_by})"
+    limits = case.options.limits
+    limit_s, wait_s = limits.ttft_predicted_s, predicted.ttft_s - limits.ttft_predicted_s
+    asked_s = limits.ttft_slo_s * priority_share(config, case.request)
+    notes = case.notes(config.ttft_slo_s, TTFT_RULE)
+    if limit_s < asked_s:
+        low_by = f"{asked_s / limit_s:.2f}, because predictions of such prompts were too low"
+        notes.append(f"{asked_s:.4g} s divided by {low_by}")
     reason = (
         f"predicted TTFT {predicted.ttft_s:.2f} s exceeds the {limit_s:.3g} s limit"
-        f"{case.of_priority}{of_errors if limit_s < asked_s else ''} "
+        f"{case.of_priority}{_in_brackets(notes)} "
         f"on the best of {len(case.options.prefills)} prefill workers"
     )
     if wait_s > predicted.queue_s:
@@ -221,10 +228,11 @@ def _ttft_slo(case: RejectionCase) -> tuple[str, float]:
 
 def _tbt_slo(case: RejectionCase) -> tuple[str, float]:
     predicted = case.pair.predicted
-    limit_s = case.cluster.config.tbt_limit_s(case.request.priority)
+    limit_s = case.options.limits.tbt_predicted_s
+    of_auto = _in_brackets(case.notes(case.cluster.config.tbt_slo_s, TBT_RULE))
     reason = (
-        f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:g} s limit"
-        f"{case.of_priority} on the best of {len(case.options.decodes)} decode workers "
+        f"predicted TBT {predicted.tbt_s:.3f} s exceeds the {limit_s:.4g} s limit"
+        f"{case.of_priority}{of_auto} on the best of {len(case.options.decodes)} decode workers "
         f"({predicted.decode_sequences:.0f} requests)"
     )
     return reason, _decode_wait_s(case, limit_s)
@@ -243,7 +251,7 @@ def _decode_full(case: RejectionCase) -> tuple[str, float]:
     marked = len(case.cluster.overloaded(case.now_s))
     if marked:
         reason += f"; {marked} refused an arriving request a moment ago"
-    return reason, _decode_wait_s(case, case.cluster.config.tbt_slo_s)
+    return reason, _decode_wait_s(case, case.options.limits.tbt_slo_s)
 
 
 def _fair_share(case: RejectionCase) -> tuple[str, float]:
@@ -254,7 +262,7 @@ def _fair_share(case: RejectionCase) -> tuple[str, float]:
         above = "near the limit, where only a part of the requests is admitted"
     reason = (
         f"overload: {shed.backlog_s:.2f} s of prefill queued per worker, the target is "
-        f"{shed.target_s:g} s; a prompt of {class_name(shed.length)} that costs "
+        f"{shed.target_s:.4g} s; a prompt of {class_name(shed.length)} that costs "
         f"{shed.work_s:.3f} s is {above}"
     )
     if case.request.tenant or case.cluster.config.tenant_shares:
@@ -274,6 +282,15 @@ WORDS: Mapping[str, Callable[[RejectionCase], tuple[str, float]]] = {
     "fair_share": _fair_share,
 }
 DECODE_KINDS = ("tbt_slo", "decode_full")
+
+
+def _in_brackets(notes: Sequence[str]) -> str:
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def priority_share(config: ConductorConfig, request: Request) -> float:
+    """The part of a service level up to which the request's priority is admitted."""
+    return config.low_priority_load_max if request.priority < 0 else 1.0
 
 
 def _decode_wait_s(case: RejectionCase, tbt_limit_s: float) -> float:
@@ -309,54 +326,64 @@ def _bounded(wait_s: float, config: ConductorConfig) -> float:
 
 
 def pressure_on(
-    options: Options, decode: DecodeOption, config: ConductorConfig, elsewhere: Mapping[str, float]
+    options: Options, decode: DecodeOption, service: ServiceLimits, elsewhere: Mapping[str, float]
 ) -> Pressure:
     """The load of the prefill workers that may take the request, and of this decode worker.
     `elsewhere`: demand at other frontends by tenant, in prefill seconds per second."""
     info, load = decode.worker.info, decode.load
     decode_load = max(
-        decode.tbt_s / config.tbt_slo_s,
+        decode.tbt_s / (service.step_share * options.limits.tbt_slo_s),
         load.sequences / info.slots_max,
         load.pages / info.pages_max,
     )
     return Pressure(
-        options.backlog_s, options.prefill_count, decode_load, load.sequences > 0, elsewhere
+        options.backlog_s,
+        options.prefill_count,
+        decode_load,
+        service.recent[0],
+        load.sequences > 0,
+        elsewhere,
     )
 
 
 class Gate:
     """Applies the limits to pairs, with margins and shares learned from earlier requests."""
 
-    def __init__(self, config: ConductorConfig) -> None:
-        self._config = config
-        quantile, half_life_s = config.ttft_margin_quantile, config.demand_half_life_s
-        self.margin = Margin(quantile, config.ttft_slo_s, half_life_s)
-        self._order, self._overload_order = config.order, config.overload_order
+    def __init__(self, config: ConductorConfig, service: ServiceLimits) -> None:
+        self._config, self._service = config, service
+        # With `auto`, the prior of the margin is that of the limit without measurements. A few slow
+        # prompts then tighten no limit, however short they are.
+        limit_s = UNMEASURED_TTFT_S if config.ttft_slo_s == AUTO else config.ttft_slo_s
+        self.margin = Margin(config.ttft_margin_quantile, limit_s, config.demand_half_life_s)
+        self._order = config.order
         sheds = config.shedding == "fair_share" and config.admission != "none"
         self._share = FairShare(config) if sheds else None
 
-    def order(self, request: Request) -> QueueOrder:
+    def order(self, request: Request, limits: AppliedLimits) -> QueueOrder:
         """The order of the prefill queue. While requests of the tenant are shed, admission already
         prefers cheap requests. If the queue did so too, long prompts would starve."""
         sheds = self._share is not None and self._share.is_shedding(request.tenant)
-        return self._overload_order if sheds else self._order
+        return self._config.overload_order(limits.ttft_slo_s) if sheds else self._order
 
-    def ttft_limit_s(self, request: Request) -> float:
-        """The limit of predicted TTFT. A priority above 0 drops the margin for prediction errors. A
-        priority below 0 reduces the limit."""
+    def limits(self, request: Request) -> AppliedLimits:
+        """The limits of the request. A priority above 0 drops the margin for prediction errors. A
+        priority below 0 reduces the limits of predicted times."""
+        ttft_s, tbt_s = self._service.of(request.prompt_tokens)
+        step_s = tbt_s * self._service.step_share
         if request.priority > 0:
-            return self._config.ttft_slo_s
-        share = self._config.low_priority_load_max if request.priority < 0 else 1.0
-        return self._config.ttft_slo_s * share / self.margin.ratio(request.prompt_tokens)
+            return AppliedLimits(ttft_s, tbt_s, ttft_s, step_s)
+        share = priority_share(self._config, request)
+        margin = self.margin.ratio(request.prompt_tokens)
+        return AppliedLimits(ttft_s, tbt_s, ttft_s * share / margin, step_s * share)
 
     def rejection(
-        self, pair: Pair, request: Request, pressure: Pressure, ttft_limit_s: float
+        self, pair: Pair, request: Request, pressure: Pressure, limits: AppliedLimits
     ) -> str:
         """The kind of rejection on this pair; "" if the request is admitted. A resumed request is
         always admitted, because a rejection would lose the work already done for it."""
         if request.is_resumed:
             return ""
-        kind = rejection(pair, request, self._config, ttft_limit_s)
+        kind = rejection(pair, self._config, limits)
         if kind == "ttft_slo" and pressure.backlog_s <= 0.0:
             kind = ""
         if kind == "tbt_slo" and not pressure.is_decoding:

@@ -180,6 +180,7 @@ class Pressure(NamedTuple):
     backlog_s: float  # mean seconds of prefill queued, over the workers that may take the request
     workers: int  # number of these workers
     decode_load: float  # largest of TBT with this request, slots and pages, each / its limit
+    ttft_slo_s: float  # service level; with `auto`, the average of recent requests
     is_decoding: bool = True  # True if the batch of the decode worker is not empty
     # Prefill seconds per second that each tenant recently offered to other frontends.
     elsewhere: Mapping[str, float] = NO_OTHERS
@@ -205,7 +206,6 @@ class FairShare:
     def __init__(self, config: ConductorConfig) -> None:
         self._config = config
         self._weights = parse_shares(config.tenant_shares)
-        self.target_s = config.backlog_share * config.ttft_slo_s
         self._demands: dict[str, Demand] = {}
         self._granted: dict[str, tuple[float, float]] = {}  # (wanted, granted), as in Shed
         self._decay = ForwardDecay(config.demand_half_life_s)
@@ -229,10 +229,9 @@ class FairShare:
             return None
         limit_s = cost_at(demand.cuts[length]) * work_s / cost_s
         wanted, granted = self._granted[request.tenant]
-        backlog_s, excess_s = pressure.backlog_s, pressure.backlog_s - IDLE_SHARE * self.target_s
-        return Shed(
-            length, work_s, limit_s, backlog_s, self.target_s, max(0.0, excess_s), wanted, granted
-        )
+        backlog_s, target_s = pressure.backlog_s, self._target_s(pressure)
+        excess_s = max(0.0, backlog_s - IDLE_SHARE * target_s)
+        return Shed(length, work_s, limit_s, backlog_s, target_s, excess_s, wanted, granted)
 
     def wanted_of(self, now_s: float) -> dict[str, float]:
         """Prefill seconds per second that tenants offered here, decayed since the last plan."""
@@ -262,8 +261,12 @@ class FairShare:
             self._planned_s = now_s
             self._make_plans(pressure, now_s)
 
+    def _target_s(self, pressure: Pressure) -> float:
+        """Target of the backlog, in seconds."""
+        return self._config.backlog_share * pressure.ttft_slo_s
+
     def _is_idle(self, pressure: Pressure) -> bool:
-        if pressure.backlog_s > IDLE_SHARE * self.target_s:
+        if pressure.backlog_s > IDLE_SHARE * self._target_s(pressure):
             return False
         is_busy = pressure.is_decoding and pressure.decode_load >= DECODE_BUSY
         return self._decode_part == 1.0 or not is_busy
@@ -319,7 +322,7 @@ class FairShare:
 
     def _capacity(self, pressure: Pressure, wanted: float) -> float:
         """Prefill seconds that may be admitted per second. Each call adapts `_decode_part`."""
-        excess = (pressure.backlog_s - self.target_s) / self._config.ttft_slo_s
+        excess = (pressure.backlog_s - self._target_s(pressure)) / pressure.ttft_slo_s
         capacity = pressure.workers * max(CAPACITY_MIN, 1 - excess)
         if self._is_decode_short:
             self._decode_part = max(CAPACITY_MIN, DECODE_LESS * self._decode_part)

@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from conductor.admission.limits import ServiceLimits
 from conductor.config import ConductorConfig
 from conductor.estimates.forward_decay import ForwardDecay
 from conductor.load.cluster import Cluster
@@ -39,8 +40,8 @@ HALF_LIFE_S = 15.0
 class RoleDemand:
     """Recent demand, as decayed sums."""
 
-    def __init__(self, config: ConductorConfig) -> None:
-        self._config = config
+    def __init__(self, config: ConductorConfig, limits: ServiceLimits) -> None:
+        self._config, self._limits = config, limits
         self._decay = ForwardDecay(HALF_LIFE_S)
         self._prefill_s = self._step_shares_s = 0.0  # decayed sums of prefill time and `_token_s`
         self._ended = self._output_tokens = 0.0  # decayed sums of ended answers and their tokens
@@ -80,7 +81,7 @@ class RoleDemand:
         """Largest batch of requests with this context that keeps the TBT limit and has room."""
         estimate, info = worker.decode_estimate, worker.info
         share_s = estimate.per_sequence_s + estimate.per_context_token_s * prompt_tokens
-        left_s = self._config.tbt_slo_s - estimate.base_s
+        left_s = self._limits.step_s_max(prompt_tokens) - estimate.base_s
         by_time = left_s / share_s if share_s > 0 else math.inf
         pages = blocks_touched(math.ceil(prompt_tokens), info.block_tokens)
         return max(1.0, min(by_time, info.slots_max, info.pages_max / max(1, pages)))
@@ -91,7 +92,7 @@ class RoleDemand:
             worker.queue.work_s(now_s) * worker.speed_ratio(now_s, self._config)
             for worker in workers
         )
-        return self._per_s(self._prefill_s, now_s) + queued_s / self._config.ttft_slo_s
+        return self._per_s(self._prefill_s, now_s) + queued_s / self._limits.recent[0]
 
     def decodes_wanted(self, workers: Sequence[WorkerState], now_s: float) -> float:
         there = sum(self._fullness(worker, now_s) for worker in workers)
@@ -110,7 +111,8 @@ class RoleDemand:
             return 0.0
         ratio, base_s = worker.speed_ratio(now_s, self._config), worker.decode_estimate.base_s
         step_s = ratio * worker.decode_estimate.step_s(load.sequences, load.context_tokens)
-        left_s = max(self._config.tbt_slo_s - ratio * base_s, 1e-3)
+        limit_s = self._limits.step_s_max(load.context_tokens / load.sequences)
+        left_s = max(limit_s - ratio * base_s, 1e-3)
         return max(
             (step_s - ratio * base_s) / left_s,
             load.sequences / info.slots_max,
@@ -121,9 +123,9 @@ class RoleDemand:
 class RoleBalance:
     """Passes workers and demand of all frontends to the RoleController, and counts proposals."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, limits: ServiceLimits) -> None:
         self._cluster = cluster
-        self.demand = RoleDemand(cluster.config)
+        self.demand = RoleDemand(cluster.config, limits)
         self._controller = RoleController(cluster.config)
         self._proposed: Counter[str] = Counter()
 

@@ -24,7 +24,7 @@ from conductor.load.cluster import PATHS_PER_TICK, Cluster
 from conductor.load.decode_batch import DecodeLoad
 from conductor.load.pool import REQUESTS_RANK, Mask
 from conductor.load.worker import WorkerState
-from conductor.messages import Request
+from conductor.messages import AppliedLimits, Request
 from conductor.queue_order import QueueOrder
 from conductor.routing.fetching import EVICTION_COST_SHARE, SOURCES_MAX, FetchSource, Plans
 from conductor.routing.policies import POLICIES, Terms
@@ -43,7 +43,7 @@ class RouteQuery(NamedTuple):  # a frozen dataclass would take a microsecond lon
     usable: tuple[Mask, Mask]  # candidate prefill and decode workers, at least one of each
     loads: Loads | None  # computes the loads that admission checks; None: the reserved loads
     order: QueueOrder  # computes the order key of the request
-    ttft_limit_s: float  # admission rejects pairs with a higher predicted TTFT
+    limits: AppliedLimits  # admission rejects pairs with higher predicted times
     now_s: float
 
 
@@ -201,7 +201,7 @@ class CompiledDecision:
             spread,
             order.stretch,
             order.wait_s_max,
-            query.ttft_limit_s,
+            query.limits.ttft_predicted_s,
             *decodes.paths_s_least(tokens),
             len(sources),
         )

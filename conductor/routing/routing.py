@@ -129,7 +129,7 @@ class Options:
         self._policy = POLICIES[self._config.policy]
         self._request, self._now_s = query.request, query.now_s
         self._is_prefill, self._is_decode = query.usable
-        self._loads, self.order, self.ttft_limit_s = query.loads, query.order, query.ttft_limit_s
+        self._loads, self.order, self.limits = query.loads, query.order, query.limits
         expected = self._config.output_tokens_expected
         self._spread = max(1, min(query.request.output_tokens_max, expected))  # n of the objective
         self._answer: Answer | None = None  # answer of `compiled`, if that chose the pair
@@ -301,7 +301,7 @@ class Options:
                 partners[node_id] = self._partner(node_id)
             decode, rest_s = partners[node_id]
             handover_s = self._handover_s(decode, pool.path(node_id))
-            if self._terms.start_s.item(row) + handover_s > self.ttft_limit_s:
+            if self._terms.start_s.item(row) + handover_s > self.limits.ttft_predicted_s:
                 continue  # a better total must not break the TTFT limit of this request
             found.append((cost_s.item(row) + rest_s, rank.item(row), row, decode))
             total_s = min(total_s, found[-1][0])
@@ -333,9 +333,9 @@ class Options:
         start_s = self._terms.start_s
         # A cost with more terms than start_s must not choose a worker that exceeds the TTFT limit.
         if (policy.spares_others or warming_up) and (
-            start_s.item(start_s.argmax()) > self.ttft_limit_s
+            start_s.item(start_s.argmax()) > self.limits.ttft_predicted_s
         ):
-            is_in_time = is_choice & (start_s <= self.ttft_limit_s)
+            is_in_time = is_choice & (start_s <= self.limits.ttft_predicted_s)
             if in_time := np.count_nonzero(is_in_time):
                 is_choice, choices = is_in_time, in_time
             else:

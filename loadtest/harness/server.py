@@ -41,6 +41,8 @@ LOG_LINES_SHOWN = 20
 _chosen_ports: set[int] = set()
 
 Parameters = Mapping[str, str | int | float]
+# Limits of a measurement: `auto` depends on the machine that it runs on.
+FIXED_LIMITS: Parameters = {"ttft_slo_s": "30", "tbt_slo_s": "1.0"}
 
 
 class CannotMeasure(Exception):
@@ -196,11 +198,13 @@ def last_lines(log_path: Path | None) -> str:
 
 @contextlib.contextmanager
 def own_repository(without: tuple[str, ...], models: Mapping[str, Parameters]) -> Iterator[Path]:
-    """A changed copy of the model repository until the block ends, without some models."""
+    """A changed copy of the model repository until the block ends, without some models. Its limits
+    are FIXED_LIMITS unless `models` has others."""
     with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
         repository = Path(folder) / "model_repository"
         ignored = shutil.ignore_patterns(*without)
         shutil.copytree(shipped_repository(), repository, ignore=ignored)
+        set_parameters(repository, "conductor", FIXED_LIMITS)
         for model, values in models.items():
             set_parameters(repository, model, values)
         yield repository

@@ -36,9 +36,9 @@ class Experiment(str, Enum):
 
 
 MOVED = (
-    "all", "scheduling", "rejection", "dynamo-replay", "frontends", "roles", "gpu-time", "capacity",
-    "global-cache", "pd-ratio", "long-prefix", "bandwidth", "replicas", "simulated-long",
-    "datasets", "real", "cache-policies", "ssd", "cpp", "scale", "crowd",
+    "all", "scheduling", "limits", "rejection", "dynamo-replay", "frontends", "roles", "gpu-time",
+    "capacity", "global-cache", "pd-ratio", "long-prefix", "bandwidth", "replicas",
+    "simulated-long", "datasets", "real", "cache-policies", "ssd", "cpp", "scale", "crowd",
 )  # fmt: skip
 
 ABOUT = """What to find out.

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from backends.config_pbtxt import OLD_NAMES
+from backends.config_pbtxt import KIND_NAMES, OLD_NAMES, convert
 from conductor import ConductorConfig
 from loadtest.harness.result import Cell, Target
 from loadtest.profile.profile import Profile
@@ -24,7 +24,6 @@ from loadtest.simulator.runs import Begin, RunsStopped, TraceSource
 WHERE = "https://github.com/kvcache-ai/Mooncake, folder FAST25-release/traces"
 NODES = 8  # of each kind, in what the paper's figures show
 SUFFIXES = (".png", ".svg", ".pdf")
-TRUTH = {"true": True, "false": False}
 
 console = Console(stderr=True, highlight=False)
 
@@ -84,24 +83,22 @@ class SimulationOptions:
 
     def changed(self, config: ConductorConfig) -> ConductorConfig:
         """The experiment's conductor settings with the user's changes."""
-        found: dict[str, bool | int | float | str] = {}
+        found: dict[str, object] = {}
+        kinds = {each.name: str(each.type) for each in fields(config)}
         for change in self.changes:
             name, equals, text = change.partition("=")
             name = OLD_NAMES.get(name, name)  # as config.pbtxt accepts them
-            before = getattr(config, name, None)
-            if not equals or not isinstance(before, (bool, int, float, str)):
+            kind = kinds.get(name)
+            if not equals or kind is None:
                 raise SimulationRefused(
                     f"--set {change}: write NAME=VALUE with a parameter of the conductor "
                     "(docs/reference/parameters.md)"
                 )
             try:
-                found[name] = (
-                    TRUTH[text.lower()] if isinstance(before, bool) else type(before)(text)
-                )
-            except (KeyError, ValueError):
-                raise SimulationRefused(
-                    f"--set {change}: {text!r} is no {type(before).__name__}"
-                ) from None
+                found[name] = convert(kind, text)
+            except ValueError:
+                kind = KIND_NAMES.get(kind, kind)
+                raise SimulationRefused(f"--set {change}: {text!r} is no {kind}") from None
         made = replace(config, **found)  # type: ignore[arg-type]
         if problems := made.problems():
             raise SimulationRefused("--set: " + "; ".join(problems))

@@ -114,7 +114,7 @@ def burst_on(pair: ClusterSettings, burst: BurstMeans) -> BurstMeans:
         )
         for number, length in enumerate(tokens)
     ]
-    config = ConductorConfig(admission="none")
+    config = ConductorConfig(admission="none", ttft_slo_s=30.0, tbt_slo_s=1.0)
     jobs = SimulatedFleet(config, pair, pair.gpu()).run(offered)
     steps_s, gaps_s, ttfts_s = [], [], []
     for job in jobs:

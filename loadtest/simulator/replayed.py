@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 from conductor import ConductorConfig
+from conductor.config import AUTO
 from loadtest.results.digest import digest_of
 from loadtest.results.metrics import Slo
 from loadtest.results.recording import Recording, from_bytes, to_bytes
@@ -105,7 +106,9 @@ def run(
         f"Simulated: {trace} at {speed:g}x to {settings.prefills} + {settings.decodes} nodes, "
         f"{config.policy}, {config.admission}"
     )
-    slo = Slo(config.ttft_slo_s, round(config.tbt_slo_s / STEP_SHARE, 6))
+    ttft_s = TTFT_SLO_S if config.ttft_slo_s == AUTO else config.ttft_slo_s
+    tbt_s = STEP_SHARE * TBT_SLO_S if config.tbt_slo_s == AUTO else config.tbt_slo_s
+    slo = Slo(ttft_s, round(tbt_s / STEP_SHARE, 6))
     return to_bytes(recording_of(jobs, "simulate", title, described, slo, sampler.samples))
 
 

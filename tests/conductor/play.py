@@ -11,7 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
+from dataclasses import fields
 
+from backends.config_pbtxt import convert
 from conductor import Conductor, ConductorConfig, Prediction, Reject, Request, Route
 from mooncake_store.records.events import (
     BlockAdded,
@@ -24,12 +26,14 @@ from mooncake_store.records.events import (
 )
 from tests.conductor.fleet import BLOCK_TOKENS, keys, node, report, worker
 
+KINDS = {field.name: str(field.type) for field in fields(ConductorConfig)}
+
 
 class Play:
     """One conductor and the commands of a scenario: `verb words name=value ...`."""
 
     def __init__(self) -> None:
-        self.config: dict[str, object] = {}
+        self.config: dict[str, object] = {"ttft_slo_s": 30.0, "tbt_slo_s": 1.0}
         self.now_s = 0.0
         self.made: Conductor | None = None
 
@@ -50,8 +54,7 @@ class Play:
 
     def set(self, **values: str) -> None:
         for name, text in values.items():
-            kind = type(getattr(ConductorConfig(), name))
-            self.config[name] = text == "True" if kind is bool else kind(text)
+            self.config[name] = convert(KINDS[name], text)
 
     def at(self, seconds: str) -> None:
         self.now_s = float(seconds)

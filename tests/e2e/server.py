@@ -189,6 +189,7 @@ class Server:
     ) -> None:
         self.repository = folder / "model_repository"
         shutil.copytree(ROOT / "model_repository", self.repository)
+        bench_server.set_parameters(self.repository, "conductor", bench_server.FIXED_LIMITS)
         for name, value in parameters.items():
             for model in self.repository.iterdir():
                 if model.is_dir():

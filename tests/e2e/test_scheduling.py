@@ -28,6 +28,7 @@ from tests.e2e.test_pools import holders
 PREFIX_BLOCKS = 32
 SENT = 20
 OVERLOAD_TOKENS = 1024  # of each prompt
+LONG_TOKENS, BURST = 2048, 60  # three times what two workers compute in 10x of one prompt
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +120,33 @@ def test_under_overload_no_token_of_a_rejected_prompt_is_computed(
     assert phase.of(REJECTED), "40 prompts/s of 1,024 tokens are about four times what fits"
     assert phase.rejected_without_retry == 0
     assert phase.wasted_tokens == 0
+    wait_until(server.is_idle, "pages, slots and leases to be free")
+
+
+def test_with_auto_limits_long_prompts_are_rejected_under_load_and_a_short_one_is_answered(
+    server: Server,
+) -> None:
+    auto = {"ttft_slo_s": "auto", "tbt_slo_s": "auto", "shedding": "limit", "policy": "adaptive"}
+    set_parameters(server.repository, "conductor", auto)
+    wait_until(
+        lambda: ask(server, 400).decision.get("limits", {}).get("ttft_slo_s") == 1.0,
+        "the limit of a short prompt to be the least of auto",
+    )
+    wait_until(server.is_idle, "an idle start")
+
+    def send(number: int) -> Answer:
+        return server.ask(input_ids=prompt(number, LONG_TOKENS), max_tokens=1, end_id=-1)
+
+    with ThreadPoolExecutor(BURST) as pool:
+        long = [pool.submit(send, 410 + number) for number in range(BURST)]
+        wait_until(lambda: any(each.done() and each.result().error for each in long), "a rejection")
+        short = server.ask(input_ids=prompt(401, 32), max_tokens=1, end_id=-1, return_decision=True)
+        answers = [each.result() for each in long]
+    assert not short.error and short.decision["limits"]["ttft_predicted_s"] <= 1.0
+    errors = [answer.error for answer in answers if answer.error]
+    assert 0 < len(errors) < BURST, "the first ones keep their limit"
+    assert all("rejected kind=ttft_slo" in error for error in errors), errors
+    assert all(f"(auto: 10x unloaded, at least 1 s, {LONG_TOKENS} tokens" in e for e in errors)
     wait_until(server.is_idle, "pages, slots and leases to be free")
 
 

@@ -5,6 +5,8 @@ The `decision` output of a request:
     policy, admission          the conductor's parameters of these names
     prefill, decode            the chosen pair of workers
     predicted                  the pair's Prediction, described in conductor/messages.py
+    limits                     the request's AppliedLimits, in seconds, described there too; null
+                               in a rejection without a pair
     predicted_cached_tokens, local_blocks, restore_blocks, fetch_blocks, fetch_node,
     second_fetch_node          the predicted sources of the prefix; nodes are storage nodes
     queue_order                name of the prefill queue's order
@@ -23,7 +25,8 @@ The `decision` output of a request:
 The state of the cluster, for the parameter `describe` with the value `cluster`:
 
     served                     block_tokens, context_tokens_max; null without workers
-    limits                     ttft_slo_s, tbt_slo_s; both above 0
+    limits                     ttft_slo_s, tbt_slo_s in seconds, both above 0, with `auto` the mean
+                               of recent requests; auto: names of those that are `auto`
     workers                    each with its load as routing uses it; if it takes no requests, why
     hot_prefixes               hottest first: hash, blocks, hits per second, leading blocks by node
     decisions                  the latest decisions, newest first
@@ -36,13 +39,16 @@ Not here: access control (frontend.py, tenants/principal.py), display (gateway/p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backends.frontend.decisions.latest import Decided, DecisionRecord, short_hash
 from backends.workers.protocol import DecodeReply, PrefillReply
-from conductor.config import ConductorConfig
+from conductor.config import AUTO, ConductorConfig
 from conductor.messages import Candidate, Explanation, HotPrefix, Reject, WorkerStatus
+
+SLOS = ("ttft_slo_s", "tbt_slo_s")
 
 
 def copied(record: object, *names: str) -> dict[str, object]:
@@ -57,6 +63,7 @@ def route_fields(decided: Decided, config: ConductorConfig) -> dict[str, object]
         "prefill": route.prefill.worker_id,
         "decode": route.decode.worker_id,
         "predicted": route.predicted._asdict(),
+        "limits": route.limits._asdict(),
         "predicted_cached_tokens": route.cached_tokens,
         **copied(route, "local_blocks", "restore_blocks", "fetch_blocks"),
         **copied(route, "fetch_node", "second_fetch_node"),
@@ -77,6 +84,7 @@ def reject_fields(rejected: Reject, config: ConductorConfig) -> dict[str, object
         "admission": config.admission,
         "rejected": rejected.kind,
         "predicted": rejected.predicted._asdict() if rejected.predicted is not None else None,
+        "limits": rejected.limits._asdict() if rejected.limits is not None else None,
     }
 
 
@@ -153,6 +161,7 @@ class ClusterReading:
     decisions: Sequence[DecisionRecord]
     block_tokens: int = 0  # 0 without workers
     context_tokens_max: int = 0  # 0 without workers
+    slo_s: tuple[float, float] = (math.inf, math.inf)  # (TTFT, TBT), as in ConductorStats
 
 
 def overview(reading: ClusterReading, config: ConductorConfig) -> dict[str, object]:
@@ -164,7 +173,11 @@ def overview(reading: ClusterReading, config: ConductorConfig) -> dict[str, obje
         }
     return {
         "served": served,
-        "limits": {"ttft_slo_s": config.ttft_slo_s, "tbt_slo_s": config.tbt_slo_s},
+        "limits": {
+            "ttft_slo_s": reading.slo_s[0],
+            "tbt_slo_s": reading.slo_s[1],
+            "auto": [name for name in SLOS if getattr(config, name) == AUTO],
+        },
         "workers": [worker_fields(each) for each in reading.workers],
         "hot_prefixes": [hot_prefix_fields(each) for each in reading.hot_prefixes],
         "decisions": [record_fields(each, config, reading.now_s) for each in reading.decisions],

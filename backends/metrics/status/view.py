@@ -161,6 +161,9 @@ class View(msgspec.Struct, frozen=True):
     workers_live: dict[str, int]  # by role; workers in the directory, draining workers included
     workers_wanted: dict[str, float]  # by role; number that the load needs; {} without role_flips
     flips_proposed: dict[str, int]  # proposed role changes since the start, by the new role
+    # By "ttft" and "tbt": the service level in s; with `auto`, the mean of recent requests at the
+    # frontend where it is longest. Empty without a frontend.
+    slo_s: dict[str, float]
     recent: PeriodView
     total: PeriodView
     retries: int  # further attempts of requests, since the server started
@@ -184,6 +187,11 @@ def view(now: Page, before: Page, unix_s: float) -> View:
             if (found := now.by("mooncake_workers_wanted", "model", role=role))
         },
         flips_proposed=_counts(now.by("mooncake_role_flips_proposed_total", "role")),
+        slo_s={
+            limit: max(found.values())
+            for limit in ("ttft", "tbt")
+            if (found := now.by("mooncake_slo_seconds", "model", limit=limit))
+        },
         recent=span(recent),
         total=span(total),
         retries=int(now.total("mooncake_retries_total")),

@@ -157,6 +157,7 @@ def latency_table(view: View) -> Table:
         for mark, part in (("p50", "p50_s"), ("p90", "p90_s")):
             cells = (duration(getattr(span, part)) for span in (now, ever))
             table.add_row(f"{name} {mark}", *cells)
+        table.add_row(f"{name} limit", duration(view.slo_s.get(quantity)), "")
     table.add_row("mean per token", duration(recent.token_s), duration(total.token_s))
     table.add_row("prompt tokens cached", share(recent.hit_rate), share(total.hit_rate))
     for path in total.prompt_tokens:

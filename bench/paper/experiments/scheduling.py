@@ -76,6 +76,8 @@ def config_for(policy: str) -> ConductorConfig:
         queue_order="shortest_first" if policy == "adaptive" else "fifo",
         admission="none",
         advisory=True,  # nothing is rejected, not even for a full decode pool: the queue shows it
+        ttft_slo_s=30.0,
+        tbt_slo_s=1.0,
         decode_s_expected=30.0,  # a first guess; measured from then on
     )
 

@@ -345,7 +345,7 @@ class SimulatedFleet(SimulatedCluster):
         elif decode.is_dead:
             conductor.on_worker_failed(decode.worker_id, decode.incarnation, now_s)
             self._lost([job], decode.worker_id, decode.incarnation)
-        elif not decode.submit(job, self.config.arrival_tbt_slo_s):
+        elif not decode.submit(job, self.config.arrival_tbt_slo_s(job.route.limits)):
             conductor.on_worker_refused(decode.worker_id, decode.incarnation, now_s)
             self._refused(job, decode.worker_id)
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -53,13 +53,14 @@ from backends.workers.protocol import (
     encode,
 )
 from conductor.config import ConductorConfig
-from conductor.messages import Prediction, Reject, Request, Route, WorkerRef
+from conductor.messages import AppliedLimits, Prediction, Reject, Request, Route, WorkerRef
 from tests.backends.asking import TOKENIZER, Client, array
 
 SERVED = Served("print", 64, 4096, ("prefill_0", "decode_0"))
 PROMPT, TOKENS = [1, 2, 3], 40
 ANSWER = list(range(7, 7 + TOKENS))  # the only right one
 NOTHING = Prediction(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+LIMITS = AppliedLimits(2.0, 0.25, 1.5, 0.2)
 P, D = ("prefill_0", "p"), ("decode_0", "d")
 
 
@@ -99,7 +100,8 @@ class Cluster:
         if self.decisions and (decision := self.decisions.pop(0)) is not None:
             return decision
         pair = [WorkerRef(f"{r}_0", r[0], "s0", f"ipc://{r[0]}") for r in ("prefill", "decode")]
-        return Decided(Route(request.request_id, *pair, 0, 5, 0, None, NOTHING, None, 0.0, 2), 0.0)
+        route = Route(request.request_id, *pair, 0, 5, 0, None, NOTHING, None, 0.0, 2)
+        return Decided(replace(route, limits=LIMITS), 0.0)
 
     def prefill_finished(self, *_: object) -> None: ...
 
@@ -281,7 +283,7 @@ def test_a_request_that_goes_on_says_so_to_all_and_a_new_one_does_not() -> None:
     assert [request.is_resumed for request in case.cluster.asked] == [False, True]
     assert [body.is_resumed for body in case.calls.bodies] == [False, False, True, True]
     limits_s = [body.tbt_slo_s for body in case.calls.bodies if isinstance(body, DecodeRequest)]
-    assert limits_s == [case.cluster.config.arrival_tbt_slo_s, 0.0]
+    assert limits_s == [LIMITS.tbt_slo_s, 0.0]
 
 
 def test_a_new_request_is_rejected_at_once() -> None:

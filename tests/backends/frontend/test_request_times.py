@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import defaultdict
 
 import pytest
 
 from backends.errors import Cancelled, Forbidden, InvalidRequest, Overloaded, WorkerUnavailable
-from backends.frontend.request_times import (
-    MESSAGES_PER_FLUSH,
-    NO_LIMITS,
-    LatencyLimits,
-    RequestTimes,
-    end_of_span,
-)
+from backends.frontend.request_times import MESSAGES_PER_FLUSH, RequestTimes, end_of_span
 from backends.metrics.page import Observations
 from backends.metrics.table import METRICS
-from conductor.messages import Prediction
+from conductor.messages import UNLIMITED, AppliedLimits, Prediction, Route, WorkerRef
 from loadtest.results import metrics as loadtest_metrics
 
 PREDICTED = Prediction(
@@ -29,6 +24,11 @@ PREDICTED = Prediction(
     tbt_s=0.02,
     decode_sequences=3,
 )
+
+
+def route(limits: AppliedLimits) -> Route:
+    worker = WorkerRef("w", "1", "s0", "")
+    return Route("r", worker, worker, 0, 0, 0, None, PREDICTED, limits=limits)
 
 
 def observed(observations: Observations) -> dict[str, list[float]]:
@@ -43,13 +43,13 @@ def stream(
     messages: list[tuple[int, float]],
     is_stream: bool = True,
     error: Exception | None = None,
-    limits: LatencyLimits = NO_LIMITS,
+    limits: AppliedLimits = UNLIMITED,
 ) -> dict[str, list[float]]:
     """A request that came at 10.0, with (tokens, time) of each message."""
     observations = Observations()
-    times = RequestTimes(observations, 10.0, limits)
+    times = RequestTimes(observations, 10.0)
     times.is_stream = is_stream
-    times.prefilled(PREDICTED, actual_s=0.2)
+    times.prefilled(route(limits), actual_s=0.2)
     for tokens, now_s in messages:
         times.sent(tokens, now_s)
     times.ended(error, now_s=20.0)
@@ -127,7 +127,7 @@ def test_a_message_without_tokens_is_no_token() -> None:
 def test_goodput_is_what_met_both_limits(
     ttft_s_max: float, tbt_s_max: float, is_stream: bool, is_within: bool
 ) -> None:
-    limits = LatencyLimits(ttft_s_max, tbt_s_max)
+    limits = AppliedLimits(ttft_s_max, tbt_s_max, math.inf, math.inf)
     messages = [(1, 10.5), (1, 10.6), (1, 10.64)]
     found = stream(messages, is_stream, limits=limits)
     assert found.get("requests_within_slo_total", []) == [1] * is_within
@@ -151,7 +151,7 @@ def test_a_rejection_is_counted_by_a_reason_of_the_table(kind: str, reason: str)
 
 def test_a_first_token_in_no_time_has_a_finite_error() -> None:
     observations = Observations()
-    RequestTimes(observations, 0.0).prefilled(PREDICTED, actual_s=0.0)
+    RequestTimes(observations, 0.0).prefilled(route(UNLIMITED), actual_s=0.0)
     [error] = observed(observations)["ttft_prediction_error_ratio"]
     assert 0 < error < float("inf")
 

@@ -23,8 +23,9 @@ from conductor.admission.fair_share import (
 )
 from conductor.estimates.lengths import CLASSES, class_name, length_class
 
-IDLE = Pressure(0.0, 2, 0.0)
-BUSY = Pressure(4.0, 2, 0.0)  # at the target of a 10 s limit: as much may come as is done
+SLO_S = 10.0
+IDLE = Pressure(0.0, 2, 0.0, SLO_S)
+BUSY = Pressure(4.0, 2, 0.0, SLO_S)  # at the target of a 10 s limit: as much may come as is done
 TOKENS = (2_000, 8_000, 30_000, 90_000)  # one of each class
 
 
@@ -36,7 +37,7 @@ class Shop:
     """A fair share under constant pressure: the requests, and the admitted ones."""
 
     def __init__(self, **config: object) -> None:
-        self.share = FairShare(ConductorConfig(ttft_slo_s=10.0, **config))  # type: ignore[arg-type]
+        self.share = FairShare(ConductorConfig(**config))  # type: ignore[arg-type]
         self.now_s, self.came, self.went_in = 0.0, Counter[str](), Counter[str]()
         self.work_s = defaultdict[str, float](float)
 
@@ -97,7 +98,7 @@ def test_an_idle_cluster_admits_anybody_whatever_was_offered_before(seed: int) -
 def test_a_burst_on_an_idle_cluster_is_not_overload() -> None:
     shop = Shop()
     for number in range(28):
-        queued = Pressure(number * 0.5 / 8, 8, 0.0)
+        queued = Pressure(number * 0.5 / 8, 8, 0.0, SLO_S)
         assert shop.ask(asked(30_000), 0.5, "burst", queued)
 
 
@@ -129,7 +130,9 @@ def test_a_longer_queue_lets_less_in() -> None:
         for _ in range(1_500):
             shop.now_s += 0.1
             for tokens in TOKENS[:3]:
-                shop.ask(asked(tokens), tokens / 1e5, str(tokens), Pressure(backlog_s, 2, 0.0))
+                shop.ask(
+                    asked(tokens), tokens / 1e5, str(tokens), Pressure(backlog_s, 2, 0.0, SLO_S)
+                )
         admitted.append(sum(shop.work_s.values()) / shop.now_s)
     assert admitted == sorted(admitted, reverse=True)
     assert admitted[0] == pytest.approx(2 * 1.15, rel=0.1)
@@ -176,7 +179,7 @@ def test_rejections_for_decode_room_lower_what_is_let_in_until_there_is_room() -
         room = min(2.0, room + 0.6)  # decoding has room for 6 of the 12 requests of a second
         for name, count in (("flood", 1), ("calm", int(shop.now_s * 10) % 5 == 0)):
             for _ in range(count):
-                load = Pressure(0.0, 2, 0.95)
+                load = Pressure(0.0, 2, 0.95, SLO_S)
                 if shop.share.rejection(asked(8_000, name), 0.1, load) is None and room < 1:
                     shop.share.decode_is_short()  # and it is rejected for that
                     shop.share.note(asked(8_000, name), 0.1, load, shop.now_s, False)
@@ -184,7 +187,7 @@ def test_rejections_for_decode_room_lower_what_is_let_in_until_there_is_room() -
                     room -= 1
     assert shop.rate("calm") > 0.95, "within its share"
     assert shop.rate("flood") < 0.5
-    assert shop.ask(asked(8_000, "flood"), 0.1, "later", Pressure(0.0, 2, 0.5)), "room again"
+    assert shop.ask(asked(8_000, "flood"), 0.1, "later", Pressure(0.0, 2, 0.5, SLO_S)), "room again"
 
 
 def test_max_min_gives_what_is_wanted_or_a_fair_part(seed: int) -> None:
@@ -240,7 +243,7 @@ def test_the_same_requests_are_decided_the_same_way(seed: int) -> None:
             tokens = rng.choice(TOKENS)
             request = asked(tokens, rng.choice("ab"), rng.randint(-1, 1))
             answers.append(
-                shop.ask(request, tokens / 2e4, "x", Pressure(rng.uniform(0, 9), 2, 0.0))
+                shop.ask(request, tokens / 2e4, "x", Pressure(rng.uniform(0, 9), 2, 0.0, SLO_S))
             )
         decisions.append(answers)
     assert decisions[0] == decisions[1] and len(set(decisions[0])) == 2
@@ -260,7 +263,7 @@ def beside(shop: Shop, other: Shop, step: int) -> Pressure:
     shop.now_s = step * 0.01
     if step == 6_000:
         shop.came.clear(), shop.went_in.clear(), shop.work_s.clear()
-    return Pressure(4.0, 2, 0.0, elsewhere=other.share.wanted_of(shop.now_s))
+    return Pressure(4.0, 2, 0.0, SLO_S, elsewhere=other.share.wanted_of(shop.now_s))
 
 
 def test_a_flood_at_another_frontend_leaves_a_tenant_its_share() -> None:

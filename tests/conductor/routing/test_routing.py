@@ -59,7 +59,7 @@ def test_workers_of_different_speed_share_a_burst_by_their_speed() -> None:
         WorkerUp(worker("p1", "prefill", "s0", prefill_coefficients=fast, slots_max=99)),
         WorkerUp(worker("d0", "decode", "s0", slots_max=99)),
     ]
-    made, to_fast = conductor(events), 0
+    made, to_fast = conductor(events, ttft_slo_s=30.0, tbt_slo_s=1.0), 0
     for number in range(40):
         routed = made.on_request(prompt(f"r{number}", prompt_tokens=500), 0.0)
         assert isinstance(routed, Route)

@@ -103,6 +103,32 @@ def test_a_rejection_is_kept_with_its_reason(view: ClusterView) -> None:
     assert "came" not in kept and kept["prefix"] == ""
 
 
+def test_a_decision_and_the_overview_have_the_limits_that_applied(view: ClusterView) -> None:
+    decided = view.decide(prompt("r", prompt_tokens=2_000), wants_candidates=True)
+    assert isinstance(decided, Decided)
+    [kept] = decisions(view)
+    assert kept["limits"] == decided.route.limits._asdict()
+    assert decided.explained.limits == decided.route.limits
+    assert kept["limits"]["ttft_slo_s"] == pytest.approx(10 * 2.01)  # type: ignore[index]
+    limits = shown(view)["limits"]
+    assert limits == {
+        "ttft_slo_s": decided.route.limits.ttft_slo_s,
+        "tbt_slo_s": decided.route.limits.tbt_slo_s,
+        "auto": ["ttft_slo_s", "tbt_slo_s"],
+    }
+
+
+def test_a_rejection_by_a_limit_is_kept_with_the_limit(view: ClusterView) -> None:
+    rejected = None
+    for number in range(40):
+        found = view.decide(prompt(f"r{number}", prompt_tokens=2_000))
+        if isinstance(found, Reject):
+            rejected = found
+            break
+    assert rejected is not None and rejected.limits is not None
+    assert decisions(view)[0]["limits"] == rejected.limits._asdict()
+
+
 def test_a_prefix_that_is_found_again_is_hot_and_its_copies_are_named(view: ClusterView) -> None:
     wanted = prompt("r", "a*3")
     view._on_events([*added("s0", "a*3"), *added("s1", "a*2")])

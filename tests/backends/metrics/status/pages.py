@@ -45,6 +45,10 @@ def server(scale: float = 1.0) -> dict[str, float]:
         'mooncake_workers_live{model="conductor",role="decode"}': 0,
         'mooncake_workers_wanted{model="conductor",role="prefill"}': 2.25,
         'mooncake_workers_wanted{model="conductor2",role="prefill"}': 2.5,  # another frontend
+        'mooncake_slo_seconds{model="conductor",limit="ttft"}': 2.5,
+        'mooncake_slo_seconds{model="conductor",limit="tbt"}': 0.05,
+        'mooncake_slo_seconds{model="conductor2",limit="ttft"}': 3.0,  # another frontend
+        'mooncake_slo_seconds{model="conductor2",limit="tbt"}': 0.06,
         'mooncake_role_flips_proposed_total{model="conductor",role="prefill"}': 3,
         'mooncake_requests_total{model="conductor",outcome="answered"}': 100 * scale,
         'mooncake_requests_total{model="conductor",outcome="rejected"}': 10 * scale,

@@ -61,6 +61,10 @@ def test_nodes_and_transfers(seen: View) -> None:
     assert seen.transfer_failures == 3
 
 
+def test_the_limits_are_those_of_the_frontend_where_they_are_longest(seen: View) -> None:
+    assert seen.slo_s == {"ttft": 3.0, "tbt": 0.06}
+
+
 def test_one_reading_gives_a_view_without_rates() -> None:
     readings = Readings(10.0)
     readings.add(page(server(), 5.0))
@@ -92,6 +96,8 @@ def test_the_view_fits_the_terminal_and_says_what_matters(seen: View, columns: i
         "up 100.0 s",
         "live requests 7",
         "TTFT p50 55.6 ms",
+        "TTFT limit 3.0 s",
+        "TBT limit 60 ms",
         "answered 10.0/s 200",
         "rejected 1.0/s 20",
         "ttft_slo 1.0/s 20",
