@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Annotated
@@ -105,6 +106,7 @@ def main(
     ] = None,
 ) -> None:
     """Measure this project beside vLLM; the last line is JSON."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or servers would stay
     with benchmark("headline") as run:
         systems = chosen_systems(only)
         if not (checkpoint / "config.json").exists():

@@ -35,7 +35,14 @@ ROUTER_POLICIES = ("cache_aware", "power_of_two", "round_robin")
 SYSTEMS = {
     "a": "vllm", "a2": "vllm-tuned", "b": "vllm-two", "c": "vllm-pd", "d": "mooncake",
 }  # fmt: skip
-NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+# NIXL's default of four threads polls on the worker's own cores: with one core, a forward pass did
+# not end within a minute.
+NIXL = {
+    "kv_connector": "NixlConnector",
+    "kv_role": "kv_both",
+    "kv_buffer_device": "cpu",
+    "kv_connector_extra_config": {"num_threads": 0},
+}
 
 
 @dataclass(frozen=True, slots=True)
