@@ -93,6 +93,9 @@ def main(
     ] = Path(".mooncake/headline"),
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; vLLM's own P/D has one.")] = 3,
     requests: Annotated[int, typer.Option(min=4, help="Requests of a cell.")] = 120,
+    light_requests: Annotated[
+        int | None, typer.Option(min=2, help="Requests of a cell at 0.5; default: half of them.")
+    ] = None,
     only: Annotated[str, typer.Option(help="Systems, like a,d or vllm,mooncake.")] = "",
     trace_folder: Annotated[
         Path, typer.Option("--traces", help="Folder with conversation_ and synthetic_trace.jsonl.")
@@ -113,9 +116,11 @@ def main(
             raise CannotMeasure(f"{checkpoint} has no config.json; name a model with --checkpoint")
         checkpoint, store = checkpoint.resolve(), ResumeFolder(resume.resolve())
         requests_of = read_traces(trace_folder, checkpoint, requests, seed)
+        light = light_requests or requests // 2
         settings: dict[str, Cell] = {
             "seed": seed,
             "requests": requests,
+            "light_requests": light,
             "checkpoint": checkpoint.name,
         }
         store.check(settings)
@@ -135,7 +140,7 @@ def main(
         }
         for name, chosen in requests_of.items():
             run.constants[f"{name} reusable"] = round(traces.reusable_share(chosen), 3)
-        measurement = Measurement(machine, store, requests_of, progress)
+        measurement = Measurement(machine, store, requests_of, light, progress)
         try:
             measurement.run(systems, rounds)
         finally:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 
 GOOD_SHARE_MIN = 0.9
-FIRST_PER_S, STEP, PRECISION = 0.8, 1.4, 1.12
+FIRST_PER_S, STEP, PRECISION = 0.75, 1.3, 1.15
 LOWEST_PER_S, HIGHEST_PER_S = 0.05, 50.0
 
 

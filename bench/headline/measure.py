@@ -22,7 +22,7 @@ from bench.headline.client import send
 from bench.headline.goodput import IdleTimes, RequestDetail, good_share
 from bench.headline.resume import CellKey, MeasuredCell, ResumeFolder, details_of
 from bench.headline.servers import running
-from bench.headline.systems import MAX_BATCHED_TOKENS, ROUTER_POLICIES, Machine, plan_of
+from bench.headline.systems import MAX_BATCHED_TOKENS, ROUTER_POLICIES, Machine, SystemPlan, plan_of
 from bench.headline.traces import TraceRequest
 from loadtest.harness.server import CannotMeasure, own_ports
 
@@ -30,10 +30,9 @@ CONVERSATION, SYNTHETIC = "conversation", "synthetic"
 LIGHT, FULL, HEAVY = 0.5, 1.0, 1.6  # times (a)'s capacity
 CELLS = ((CONVERSATION, LIGHT), (CONVERSATION, FULL), (CONVERSATION, HEAVY), (SYNTHETIC, HEAVY))
 IDLE_LENGTHS = (32, 128, 256, 512, 1_024, 2_048, 4_096, 7_168)
-IDLE_REPEATS, IDLE_OUTPUT_TOKENS, IDLE_GAP_S, IDLE_S_PER_TOKEN = 3, 16, 1.5, 0.003
+IDLE_REPEATS, IDLE_OUTPUT_TOKENS, IDLE_GAP_S, IDLE_S_PER_TOKEN = 3, 16, 1.5, 0.0015
 START_S, CLIENT_S = 75.0, 25.0  # assumed before measured: a start, a client beside its trace
 FIRST_SEARCH_CELL = 1_000  # cell numbers of the searches, whose prompts are no round's
-MINUTES_MAX = 150
 
 
 def run_keys(systems: Sequence[str], rounds: int) -> list[CellKey]:
@@ -48,11 +47,14 @@ def run_keys(systems: Sequence[str], rounds: int) -> list[CellKey]:
 
 
 def remaining_s(
-    keys: Sequence[CellKey], capacity_per_s: float, requests: int, start_s: Mapping[str, float]
+    keys: Sequence[CellKey],
+    capacity_per_s: float,
+    requests_of: Callable[[CellKey], int],
+    start_s: Mapping[str, float],
 ) -> float:
     """Estimated seconds of the cells that are left, starts included."""
     starts = {(key.round, key.system) for key in keys}
-    cells = sum(requests / (key.load * capacity_per_s) + CLIENT_S for key in keys)
+    cells = sum(requests_of(key) / (key.load * capacity_per_s) + CLIENT_S for key in keys)
     return cells + sum(start_s.get(system, START_S) for _, system in starts)
 
 
@@ -61,6 +63,7 @@ class Measurement:
     machine: Machine
     store: ResumeFolder
     requests: Mapping[str, Sequence[TraceRequest]]  # by trace, at 1/s
+    light_requests: int  # of a cell at the light load, which takes longest
     progress: Callable[[str], None]  # a line of progress
     start_s: dict[str, float] = field(default_factory=dict)  # of each system's last start
     load_before: float = 0.0  # load average before the last start
@@ -90,13 +93,14 @@ class Measurement:
         return [key for key in keys if not self.store.has(key)]
 
     def progress_left(self, left: Sequence[CellKey]) -> None:
-        count = len(next(iter(self.requests.values())))
-        seconds = remaining_s(left, self.capacity_per_s, count, self.start_s)
-        line = f"{len(left)} cells left, about {seconds / 60:.0f} minutes"
-        if seconds > 60 * MINUTES_MAX:
-            fewer = int(count * 60 * MINUTES_MAX / seconds)
-            line += f"; --requests {fewer} would take {MINUTES_MAX}"
-        self.progress(line)
+        seconds = remaining_s(
+            left, self.capacity_per_s, lambda key: len(self.requests_of(key)), self.start_s
+        )
+        self.progress(f"{len(left)} cells left, about {seconds / 60:.0f} minutes")
+
+    def requests_of(self, key: CellKey) -> Sequence[TraceRequest]:
+        requests = self.requests[key.trace]
+        return requests[: self.light_requests] if key.load == LIGHT else requests
 
     def run_system(self, system: str, keys: Sequence[CellKey]) -> None:
         """The cells of one round. Cells that were measured before a failure are kept."""
@@ -118,7 +122,7 @@ class Measurement:
         rate_per_s = key.load * self.capacity_per_s
         number = CELLS.index((key.trace, key.load)) + 1
         began_s = time.perf_counter()
-        details = self.send(base_url, self.requests[key.trace], rate_per_s, number)
+        details = self.send(base_url, self.requests_of(key), rate_per_s, number)
         cell = MeasuredCell(
             key=key,
             rate_per_s=rate_per_s,
@@ -172,23 +176,30 @@ class Measurement:
         self.capacity_per_s = capacity.capacity_per_s(tried)
         self.progress(f"(a)'s capacity is {self.capacity_per_s}/s")
 
-    def choose(self, system: str, options: Mapping[str, Mapping[str, object]]) -> None:
-        """Try each option with half of the requests at the heavy load; remember the shares."""
+    def choose(self, system: str, options: Mapping[str, Mapping[str, Any]]) -> None:
+        """Try each option with half of the requests at the heavy load; remember the shares.
+
+        Options of the router share the servers behind it."""
         choices = self.store.read("choices") or {}
         shares: dict[str, float] = choices.setdefault(system, {})
         requests = self.requests[CONVERSATION]
         requests = requests[: max(1, len(requests) // 2)]
-        for name, option in options.items():
-            if name in shares:
-                continue
-            with self.serving(system, option) as base_url:
-                rate_per_s = HEAVY * self.capacity_per_s
-                found = self.send(base_url, requests, rate_per_s, FIRST_SEARCH_CELL)
-            shares[name] = good_share(found)
-            self.store.write("choices", choices)
-            self.progress(f"{system} with {name}: {shares[name]:.0%} good at {rate_per_s:.2f}/s")
+        untried = {name: option for name, option in options.items() if name not in shares}
+        rate_per_s, ports = HEAVY * self.capacity_per_s, own_ports(6)
+        with contextlib.ExitStack() as shared:
+            for number, (name, option) in enumerate(untried.items()):
+                plan = plan_of(system, self.machine, ports, **option)
+                *before, last = plan.stages
+                if number == 0:
+                    shared.enter_context(self.started(system, SystemPlan(tuple(before), "")))
+                with self.started(system, SystemPlan((last,), plan.base_url)):
+                    cell = FIRST_SEARCH_CELL + number
+                    found = self.send(plan.base_url, requests, rate_per_s, cell)
+                shares[name] = good_share(found)
+                self.store.write("choices", choices)
+                self.progress(f"{system} with {name}: {shares[name]:.0%} good")
 
-    def chosen(self, system: str) -> dict[str, object]:
+    def chosen(self, system: str) -> dict[str, Any]:
         """The best option of the search for the system; empty for one without options."""
         shares = (self.store.read("choices") or {}).get(system)
         if not shares:
@@ -197,14 +208,15 @@ class Measurement:
         return {"batched_tokens": int(best)} if system == "vllm-tuned" else {"policy": best}
 
     @contextlib.contextmanager
-    def serving(self, system: str, option: Mapping[str, object] | None = None) -> Iterator[str]:
+    def serving(self, system: str) -> Iterator[str]:
         """The system's base URL until the block ends; raises StartFailed."""
-        chosen: Mapping[str, Any] = self.chosen(system) if option is None else option
-        plan = plan_of(system, self.machine, own_ports(6), **chosen)
+        plan = plan_of(system, self.machine, own_ports(6), **self.chosen(system))
         self.load_before = os.getloadavg()[0]
-        with running(plan, self.store.logs / system, self.progress) as start_s:
-            self.start_s[system] = start_s
+        with self.started(system, plan) as self.start_s[system]:
             yield plan.base_url
+
+    def started(self, system: str, plan: SystemPlan) -> contextlib.AbstractContextManager[float]:
+        return running(plan, self.store.logs / system, self.progress)
 
 
 def failed_cell(key: CellKey, capacity_per_s: float, why: str) -> MeasuredCell:

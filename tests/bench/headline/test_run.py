@@ -139,7 +139,9 @@ def test_systems_take_turns_and_pd_has_one_round() -> None:
 def test_remaining_time_counts_each_start_once() -> None:
     keys = run_keys(["vllm"], 1)
     cells = sum(10 / (load * 2.0) + measure.CLIENT_S for _, load in CELLS)
-    assert measure.remaining_s(keys, 2.0, 10, {"vllm": 50.0}) == pytest.approx(cells + 50.0)
+    assert measure.remaining_s(keys, 2.0, lambda key: 10, {"vllm": 50.0}) == pytest.approx(
+        cells + 50.0
+    )
 
 
 class FakeRun:
@@ -148,6 +150,7 @@ class FakeRun:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: Sequence[str] = ()) -> None:
         self.started: list[str] = []
         self.sent = 0
+        self.requests: list[int] = []
         self._fails = fails
         monkeypatch.setattr(measure, "running", self.running)
         monkeypatch.setattr(measure, "send", self.send)
@@ -161,6 +164,7 @@ class FakeRun:
 
     def send(self, bin_: Path, model: Path, url: str, requests: Sequence[TraceRequest]) -> object:
         self.sent += 1
+        self.requests.append(len(requests))
         return [detail(request.prompt_tokens) for request in requests]
 
 
@@ -172,7 +176,7 @@ def measurement(folder: Path) -> Measurement:
     store = ResumeFolder(folder)
     store.write("capacity", {"1.0": 0.95, "1.1": 0.8})
     requests = {CONVERSATION: REQUESTS, SYNTHETIC: REQUESTS}
-    found = Measurement(machine(folder), store, requests, lambda line: None)
+    found = Measurement(machine(folder), store, requests, 2, lambda line: None)
     if store.read("idle") is None:
         store.write("idle", [vars_of(detail())])
     return found
@@ -186,6 +190,7 @@ def test_a_rerun_skips_finished_cells(tmp_path: Path, monkeypatch: pytest.Monkey
     fake = FakeRun(monkeypatch)
     measurement(tmp_path).run(["vllm", "mooncake"], 1)
     assert (fake.started, fake.sent) == (["vllm", "mooncake"], 8)
+    assert fake.requests == [2, 4, 4, 4] * 2  # fewer at the light load
     measurement(tmp_path).run(["vllm", "mooncake"], 1)
     assert fake.sent == 8
     (tmp_path / "cells" / CellKey(1, "mooncake", SYNTHETIC, HEAVY).file).unlink()
