@@ -81,7 +81,7 @@ def report(run: BenchmarkRun, measurement: Measurement, page: Path, plot: Path |
     console.print(f"page: {page}")
     if plot is not None:
         save_picture(plot, run.rows)
-        console.print(f"picture: {plot}")
+        console.print(f"picture: {plot}" if run.rows else "no picture without a measured cell")
 
 
 def main(

@@ -11,32 +11,29 @@ Not here: judging the details (goodput.py).
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.clients.environment import run_client
 from bench.headline.goodput import RequestDetail
-from bench.headline.systems import MODEL
 from bench.headline.traces import BLOCK_TOKENS, TraceRequest, to_lines
 
-DRAIN_S_MAX = 600.0  # after the last request was sent
+DRAIN_S_MAX = 300.0  # after the last request was sent
 VARIABLES = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def send(
-    vllm_bin: Path, checkpoint: Path, base_url: str, requests: Sequence[TraceRequest]
+    vllm_bin: Path, checkpoint: Path, base_url: str, requests: Sequence[TraceRequest], folder: Path
 ) -> list[RequestDetail]:
-    """Details in the order of `requests`; raises ClientFailed."""
-    with tempfile.TemporaryDirectory(prefix="mooncake-headline-") as name:
-        folder = Path(name)
-        (folder / "trace.jsonl").write_text(to_lines(requests))
-        run_s_max = requests[-1].at_s + DRAIN_S_MAX
-        run_client(
-            command(vllm_bin, checkpoint, base_url, len(requests)), folder, VARIABLES, run_s_max
-        )
-        return details(json.loads((folder / "result.json").read_text()), requests)
+    """Details in the order of `requests`; raises ClientFailed. `folder` gets the client's files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    result = folder / "result.json"
+    result.unlink(missing_ok=True)
+    (folder / "trace.jsonl").write_text(to_lines(requests), "utf-8")
+    run_s_max = requests[-1].at_s + DRAIN_S_MAX
+    run_client(command(vllm_bin, checkpoint, base_url, len(requests)), folder, VARIABLES, run_s_max)
+    return details(json.loads(result.read_text("utf-8")), requests)
 
 
 def command(vllm_bin: Path, checkpoint: Path, base_url: str, requests: int) -> list[str]:
@@ -44,7 +41,7 @@ def command(vllm_bin: Path, checkpoint: Path, base_url: str, requests: int) -> l
     return [
         str(vllm_bin / "vllm"), "bench", "serve",
         "--backend", "openai", "--base-url", base_url, "--endpoint", "/v1/completions",
-        "--model", MODEL, "--tokenizer", str(checkpoint),
+        "--model", checkpoint.name, "--tokenizer", str(checkpoint),
         "--dataset-name", "timed_trace", "--dataset-path", "trace.jsonl",
         "--timed-trace-chunk-hash-size", str(BLOCK_TOKENS),
         "--num-prompts", str(requests), "--no-oversample",

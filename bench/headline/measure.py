@@ -144,9 +144,10 @@ class Measurement:
     ) -> list[RequestDetail]:
         """CannotMeasure when no request was answered: the system does not work then."""
         sent = traces.at_rate(requests, rate_per_s, cell)
-        found = send(self.machine.vllm_bin, self.machine.checkpoint, base_url, sent)
+        machine, folder = self.machine, self.store.logs / "client"
+        found = send(machine.vllm_bin, machine.checkpoint, base_url, sent, folder)
         if not any(detail.is_answered for detail in found):
-            raise CannotMeasure(f"no request was answered; the first: {found[0].error}")
+            raise CannotMeasure(f"no request was answered (the first: {found[0].error})")
         return found
 
     def search_capacity(self) -> None:

@@ -19,10 +19,10 @@ from bench.headline.goodput import FIXED, PAPER
 from bench.headline.measure import CONVERSATION, HEAVY
 from bench.headline.summary import OURS, Row
 from bench.headline.systems import SYSTEMS
-from loadtest.harness.result import Result, Target, rows_alike, shown
+from loadtest.harness.result import Result, Target, shown
 from loadtest.report.page import NOTHING, PageTable, ReportPage, ReportTile, Section, write_page
-from loadtest.report.pictures.style import DASHED, MANY, NAMED, SETTINGS, Picture
-from loadtest.simulator.experiment_page import svg_of
+from loadtest.report.pictures.style import DASHED, MANY, NAMED, SETTINGS
+from loadtest.simulator.experiment_page import Chapter, chapter_section, svg_of
 
 LABELS = {
     "vllm": "vLLM",
@@ -37,6 +37,10 @@ PANELS = {
     PAPER: "TTFT within 10x, token within 5x of idle",
 }
 DOTS_PER_INCH = 160
+CAPTION = (
+    "Points and cells: medians of the rounds; bars: their range; dashed: all offered. The last "
+    "table has the start and the load average beside each system's round."
+)
 LEAD = (
     "One machine, one model, one client. The client is vLLM's own `vllm bench serve`. It replays "
     "Mooncake's published traces: whole conversations, prompts / 16, answers / 8.",
@@ -94,29 +98,21 @@ def draw(panel: Axes, rows: Sequence[Row], kind: str) -> None:
     panel.set_ylim(0, ends[1])
 
 
-def write_headline(path: Path, result: Result, load_notes: Sequence[str] = ()) -> None:
+def write_headline(path: Path, result: Result) -> None:
     """The page; OSError when `path` cannot be written."""
     rows = [row for row in result.rows if "trace" in row]
     svg = svg_of(
         lambda file: save_picture(file, rows, "none"),
         "Goodput against offered load by two definitions, a line for each system",
     )
-    pictures = []
-    if svg:
-        caption = "Points: medians of the rounds; bars: their range; dashed: all offered."
-        pictures = [Picture("Goodput against offered load", caption, svg=svg)]
-    sections = [Section("Goodput", pictures), Section("Targets", tables=[targets_table(result)])]
-    groups = rows_alike(result.rows)
-    headings = ("Each system, trace and load", "Each round")
-    for heading, group in zip(headings, groups, strict=False):
-        sections.append(Section(heading, tables=[rows_table(group)]))
+    chapter = chapter_section(Chapter(result, svg, why=CAPTION))
+    sections = [chapter, Section("Targets", tables=[targets_table(result)])]
     page = ReportPage(
         "Beside vLLM: goodput of the same machine",
         sections,
         subtitle=f"{result.constants.get('rounds', NOTHING)} rounds",
         lead=LEAD,
         command="python -m bench.headline",
-        notes=[*load_notes, *([f"shortened: {result.shortened}"] if result.shortened else [])],
         tiles=tiles(result.targets),
         settings=dict(result.constants),
         settings_heading="How it was measured",
@@ -150,13 +146,6 @@ def targets_table(result: Result) -> PageTable:
     ]
     columns = ("target", "measured", "goal", "met", "of what")
     return PageTable(columns, rows, left=(0, 3, 4), caption="Ratios of medians over the rounds.")
-
-
-def rows_table(rows: Sequence[Row]) -> PageTable:
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    words = [n for n, name in enumerate(columns) if any(isinstance(r.get(name), str) for r in rows)]
-    cells = [[shown(row.get(column)) for column in columns] for row in rows]
-    return PageTable(columns, cells, left=words, is_dense=True)
 
 
 def _number(row: Row, column: str) -> float:

@@ -25,6 +25,7 @@ from loadtest.harness.server import CannotMeasure, last_lines
 READY_S_MAX = 900.0  # the first start of vLLM compiles
 STOP_S_MAX = 60.0
 POLL_S, PROBE_S_MAX = 0.5, 5.0
+NAMES_SHOWN = 4
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -52,8 +53,8 @@ def running(plan: SystemPlan, logs: Path, progress: Callable[[str], None]) -> It
         for process in reversed(processes):
             end(process)
         if left := sorted(shared_memory() - before):
-            names = ", ".join(path.name for path in left)
-            progress(f"new in {SHARED_MEMORY} since the start, maybe of other programs: {names}")
+            names = ", ".join(path.name for path in left[:NAMES_SHOWN])
+            progress(f"{len(left)} new files in {SHARED_MEMORY}, maybe of other programs: {names}")
 
 
 def start(command: ServerCommand, logs: Path) -> subprocess.Popen[bytes]:

@@ -101,7 +101,7 @@ def _row(group: Sequence[MeasuredCell], idle: IdleTimes | None) -> dict[str, Cel
     ran = [numbers(cell.details, cell.rate_per_s, idle) for cell in group if not cell.why]
     if not ran:
         row |= {"offered_per_s": round(group[0].rate_per_s, 4), "rounds": 0}
-        return row | {"why": " ".join(group[0].why.split())[:300]}
+        return row | {"why": group[0].why.partition(";")[0]}  # the rest names files
     for column in ran[0]:
         values = [float(one[column]) for one in ran if one[column] is not None]  # type: ignore[arg-type]
         row[column] = round(median(values), 4) if values else None

@@ -27,7 +27,6 @@ from pathlib import Path
 from backends.shipped import shipped_repository
 from loadtest.harness.server import PROJECT, set_parameters
 
-MODEL = "conductor"  # the name under which every system serves the checkpoint
 KV_BYTES = 2 * 2**30
 STORE_NODES = 2
 MAX_BATCHED_TOKENS = (256, 512, 2048)
@@ -126,7 +125,9 @@ def vllm(
     variables: Mapping[str, str] | None = None,
 ) -> ServerCommand:
     words = [str(machine.vllm_bin / "vllm"), "serve", str(machine.checkpoint)]
-    words += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(port), *extra]
+    # Ours serves a checkpoint under the name of its folder.
+    words += ["--served-model-name", machine.checkpoint.name]
+    words += ["--host", "127.0.0.1", "--port", str(port), *extra]
     return ServerCommand(
         name,
         tuple(words),

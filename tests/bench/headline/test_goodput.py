@@ -163,5 +163,6 @@ def test_the_client_replays_the_trace_at_its_own_times(tmp_path: Path) -> None:
     assert options["--dataset-name"] == "timed_trace"
     assert options["--timed-trace-chunk-hash-size"] == "32"
     assert options["--num-prompts"] == "7"
+    assert options["--model"] == tmp_path.name  # as every system serves it
     assert "--request-rate" not in options
     assert "--save-detailed" in words

@@ -46,6 +46,7 @@ def test_vllm_has_all_cores_all_memory_and_its_defaults(tmp_path: Path) -> None:
     [one] = commands("vllm", tmp_path)
     assert one.words[:3] == ("vllm/bin/vllm", "serve", "model")
     assert "--max-num-batched-tokens" not in one.words
+    assert one.words[one.words.index("--served-model-name") + 1] == "model"
     assert one.variables["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
     assert kv_gib([one]) == [2.0]
 
@@ -159,10 +160,12 @@ class FakeRun:
     def running(self, plan: systems.SystemPlan, logs: Path, progress: object) -> Iterator[float]:
         self.started.append(logs.name)
         if logs.name in self._fails:
-            raise StartFailed(f"{logs.name} ended with status 1")
+            raise StartFailed(f"{logs.name} ended with status 1; its log ends with ...")
         yield 1.0
 
-    def send(self, bin_: Path, model: Path, url: str, requests: Sequence[TraceRequest]) -> object:
+    def send(
+        self, bin_: Path, model: Path, url: str, requests: Sequence[TraceRequest], folder: Path
+    ) -> object:
         self.sent += 1
         self.requests.append(len(requests))
         return [detail(request.prompt_tokens) for request in requests]
