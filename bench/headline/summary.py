@@ -104,7 +104,8 @@ def _row(group: Sequence[MeasuredCell], idle: IdleTimes | None) -> dict[str, Cel
         return row | {"why": group[0].why.partition(";")[0]}  # the rest names files
     for column in ran[0]:
         values = [float(one[column]) for one in ran if one[column] is not None]  # type: ignore[arg-type]
-        row[column] = round(median(values), 4) if values else None
+        is_count = isinstance(ran[0][column], int)
+        row[column] = round(median(values), None if is_count else 4) if values else None
         if column in RANGED and values:
             row[f"{column}_min"], row[f"{column}_max"] = min(values), max(values)
     return row | {"rounds": len(ran)}
