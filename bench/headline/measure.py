@@ -22,7 +22,7 @@ from bench.headline.client import send
 from bench.headline.goodput import IdleTimes, RequestDetail, good_share
 from bench.headline.resume import CellKey, MeasuredCell, ResumeFolder, details_of
 from bench.headline.servers import running
-from bench.headline.systems import MAX_BATCHED_TOKENS, ROUTER_POLICIES, Machine, SystemPlan, plan_of
+from bench.headline.systems import OPTIONS, Machine, SystemPlan, plan_of
 from bench.headline.traces import TraceRequest
 from loadtest.harness.server import CannotMeasure, own_ports
 
@@ -74,11 +74,11 @@ class Measurement:
         """Everything that is not in the resume folder yet. A system that fails is reported and
         tried again in the next run; CannotMeasure when (a) cannot be measured."""
         self.search_capacity()
-        if "vllm-tuned" in systems:
-            options = {str(tokens): {"batched_tokens": tokens} for tokens in MAX_BATCHED_TOKENS}
-            self.choose("vllm-tuned", options)
-        if "vllm-two" in systems:
-            self.choose("vllm-two", {policy: {"policy": policy} for policy in ROUTER_POLICIES})
+        for system in systems:
+            try:
+                self.choose(system, OPTIONS.get(system, {}))
+            except CannotMeasure as error:  # the rounds may still run, with its first option
+                self.progress(f"the search for {system} failed: {error}")
         keys = run_keys(systems, rounds)
         left = self.left(keys)
         self.progress_left(left)
@@ -201,12 +201,11 @@ class Measurement:
                 self.progress(f"{system} with {name}: {shares[name]:.0%} good")
 
     def chosen(self, system: str) -> dict[str, Any]:
-        """The best option of the search for the system; empty for one without options."""
+        """The best option of the search; the first one before it; empty without options."""
         shares = (self.store.read("choices") or {}).get(system)
         if not shares:
-            return {}
-        best = max(shares, key=lambda name: shares[name])
-        return {"batched_tokens": int(best)} if system == "vllm-tuned" else {"policy": best}
+            return dict(next(iter(OPTIONS.get(system, {}).values()), {}))
+        return dict(OPTIONS[system][max(shares, key=lambda name: shares[name])])
 
     @contextlib.contextmanager
     def serving(self, system: str) -> Iterator[str]:

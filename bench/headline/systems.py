@@ -23,6 +23,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from backends.shipped import shipped_repository
 from loadtest.harness.server import PROJECT, set_parameters
@@ -31,6 +32,10 @@ KV_BYTES = 2 * 2**30
 STORE_NODES = 2
 MAX_BATCHED_TOKENS = (256, 512, 2048)
 ROUTER_POLICIES = ("cache_aware", "power_of_two", "round_robin")
+OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # of plan_of, chosen by a short search
+    "vllm-tuned": {str(tokens): {"batched_tokens": tokens} for tokens in MAX_BATCHED_TOKENS},
+    "vllm-two": {policy: {"policy": policy} for policy in ROUTER_POLICIES},
+}
 SYSTEMS = {
     "a": "vllm", "a2": "vllm-tuned", "b": "vllm-two", "c": "vllm-pd", "d": "mooncake",
 }  # fmt: skip

@@ -204,7 +204,7 @@ def test_a_rerun_skips_finished_cells(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_rerun_does_not_search_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeRun(monkeypatch)
     measurement(tmp_path).run(["vllm-tuned", "vllm-two"], 1)
-    searches = len(measure.MAX_BATCHED_TOKENS) + len(measure.ROUTER_POLICIES)
+    searches = sum(map(len, systems.OPTIONS.values()))
     assert fake.sent == searches + 8
     again = measurement(tmp_path)
     again.run(["vllm-tuned", "vllm-two"], 1)
@@ -223,6 +223,16 @@ def test_a_failure_of_pd_is_a_row_and_of_others_is_tried_again(
     assert fake.started == ["vllm-pd", "mooncake", "mooncake"]
     rows = summary_rows(run.store.cells(), run.idle)
     assert {row["why"] for row in rows} == {"vllm-pd ended with status 1"}
+
+
+def test_a_failed_search_leaves_the_first_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeRun(monkeypatch, fails=("vllm-tuned",))
+    run = measurement(tmp_path)
+    run.run(["vllm-tuned", "mooncake"], 1)
+    assert run.chosen("vllm-tuned") == {"batched_tokens": 256}
+    assert {cell.key.system for cell in run.store.cells()} == {"mooncake"}
 
 
 def test_other_settings_do_not_continue_a_run(tmp_path: Path) -> None:
