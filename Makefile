@@ -17,7 +17,7 @@ WORKLOAD = --workload chat:3,shared:1
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test test-quick test-long test-fallbacks test-fleet fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench leaks clients loadtest setup kubernetes-check clean
+.PHONY: serve test test-quick test-long test-fallbacks test-fleet fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench vllm leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve SmolLM2-135M until Ctrl-C (MODEL=demo, MODEL=a folder)
 	@exec $(BIN)/mooncake serve $(CHECKPOINT) $(ARGS)
@@ -78,6 +78,9 @@ bench: $(READY)  ## measure what README.md and bench/RESULTS.md quote
 	$(BIN)/python -m bench.store
 	$(BIN)/python -m bench.ssd_tier
 
+vllm: $(READY)  ## vLLM for CPUs and its router, for `python -m bench.headline`: two minutes, 3.5 GB
+	$(BIN)/python -m bench.headline.environment $(ARGS)
+
 leaks: $(READY)  ## ten minutes of load; what grows or stays behind (ARGS="--seconds 180" for less)
 	$(BIN)/python -m bench.leaks $(ARGS)
 
@@ -117,4 +120,4 @@ $(READY): pyproject.toml constraints.txt
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) .venv-clients .venv-kubernetes .mooncake build *.egg-info
+	rm -rf $(VENV) .venv-clients .venv-kubernetes .venv-vllm .mooncake build *.egg-info

@@ -73,9 +73,9 @@ FLOORS = {
     ],
     "bench": [
         {
-            "connector", "directory", "engine_gpu", "fleet", "gateway", "index", "layerwise",
-            "overhead", "pipeline", "plan", "reuse", "sim_reality", "start_stop", "store",
-            "tenants",
+            "connector", "directory", "engine_gpu", "fleet", "gateway", "headline", "index",
+            "layerwise", "overhead", "pipeline", "plan", "reuse", "sim_reality", "start_stop",
+            "store", "tenants",
         },
         {"cross_host", "engine", "leaks", "overload", "ssd_tier"},
         {"clients", "paper", "store/ways"},

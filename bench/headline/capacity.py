@@ -1,0 +1,61 @@
+"""A server's capacity: the highest rate at which 90 % of the offered requests are good.
+
+Search by steps, then by bisection. From a first rate, go up or down by STEP until one rate passes
+and the next one fails. Then try geometric means until both differ by less than PRECISION. The
+caller stores each tried rate, so an interrupted search resumes with the next one.
+
+Pure. Not here: sending requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+GOOD_SHARE_MIN = 0.9
+FIRST_PER_S, STEP, PRECISION = 0.75, 1.3, 1.15
+LOWEST_PER_S, HIGHEST_PER_S = 0.05, 50.0
+
+
+def next_rate(good_shares: Mapping[float, float]) -> float | None:
+    """The rate to try after those in `good_shares` (rate -> share of good requests).
+
+    None when the capacity is known, see `capacity_per_s`."""
+    if not good_shares:
+        return FIRST_PER_S
+    passed, failed = _bracket(good_shares)
+    if passed is None:
+        assert failed is not None, "a tried rate passes or fails"
+        lower = failed / STEP
+        return round(lower, 3) if lower >= LOWEST_PER_S else None
+    if failed is None:
+        higher = passed * STEP
+        return round(higher, 3) if higher <= HIGHEST_PER_S else None
+    if failed / passed <= PRECISION:
+        return None
+    return round(math.sqrt(passed * failed), 3)
+
+
+def capacity_per_s(good_shares: Mapping[float, float]) -> float:
+    """The highest rate that passed below every rate that failed.
+
+    ValueError when no rate passed."""
+    passed, _ = _bracket(good_shares)
+    if passed is None:
+        raise ValueError(
+            f"even {min(good_shares)} requests/s are not {GOOD_SHARE_MIN:.0%} good; is the machine "
+            "busy with other work?"
+        )
+    return passed
+
+
+def _bracket(good_shares: Mapping[float, float]) -> tuple[float | None, float | None]:
+    """(highest rate that passed below all failures, lowest rate that failed)."""
+    failures = [rate for rate, share in good_shares.items() if share < GOOD_SHARE_MIN]
+    failed = min(failures, default=None)
+    passes = [
+        rate
+        for rate, share in good_shares.items()
+        if share >= GOOD_SHARE_MIN and (failed is None or rate < failed)
+    ]
+    return max(passes, default=None), failed
