@@ -50,8 +50,9 @@ class RunningSettings:
     http: str = ""  # HOST:PORT of Triton's HTTP port of this host's frontend; "": no frontend
     openai: str = ""  # HOST:PORT of this host's gateway; "": no gateway
     models: Mapping[str, EditState] = field(default_factory=dict)  # model -> its newest edit
-    # Kind of a process -> PIDs, valid in `pid_space` (process_memory.py). Descendants of a process
-    # that have no entry belong to its kind.
+    # Kind of a process -> PIDs, valid in `pid_space`
+    # (mooncake_store/process/process_memory.py). Descendants of a process that have no entry belong
+    # to its kind.
     processes: Mapping[str, list[int]] = field(default_factory=dict)
     pid_space: str = ""
 
