@@ -225,8 +225,9 @@ def check_alone(probes: Sequence[TraceRequest], found: Sequence[RequestDetail]) 
     for probe, after, detail in zip(probes, probes[1:], found, strict=False):
         if detail.latency_s > after.at_s - probe.at_s:
             raise CannotMeasure(
-                f"a prompt of {probe.prompt_tokens} tokens took idle vLLM {detail.latency_s:.1f} s, "
-                f"over {after.at_s - probe.at_s:.1f} s; end other work on this machine"
+                f"a prompt of {probe.prompt_tokens} tokens took idle vLLM "
+                f"{detail.latency_s:.1f} s, over {after.at_s - probe.at_s:.1f} s; end other work "
+                "on this machine"
             )
 
 

@@ -239,7 +239,7 @@ def test_a_failed_search_leaves_the_first_option(
 def test_idle_times_of_a_busy_machine_are_refused() -> None:
     probes = traces.probes((32, 64), 1, 16, 1.0, 0.0)
     measure.check_alone(probes, [detail(), detail()])
-    with pytest.raises(CannotMeasure, match="32 tokens took idle vLLM 9.0 s"):
+    with pytest.raises(CannotMeasure, match=r"32 tokens took idle vLLM 9\.0 s"):
         measure.check_alone(probes, [detail(ttft_s=9.0), detail()])
 
 
