@@ -164,6 +164,7 @@ class Measurement:
                         IDLE_LENGTHS, IDLE_REPEATS, IDLE_OUTPUT_TOKENS, IDLE_GAP_S, IDLE_S_PER_TOKEN
                     )
                     found = self.send(base_url, probes, 1.0, FIRST_SEARCH_CELL)
+                    check_alone(probes, found)
                     idle = [dataclasses.asdict(detail) for detail in found]
                     self.store.write("idle", idle)
                 while (rate_per_s := capacity.next_rate(tried)) is not None:
@@ -217,6 +218,17 @@ class Measurement:
 
     def started(self, system: str, plan: SystemPlan) -> contextlib.AbstractContextManager[float]:
         return running(plan, self.store.logs / system, self.progress)
+
+
+def check_alone(probes: Sequence[TraceRequest], found: Sequence[RequestDetail]) -> None:
+    """CannotMeasure when a probe had not ended before the next one began: (a) was not idle."""
+    for probe, after, detail in zip(probes, probes[1:], found, strict=False):
+        if detail.latency_s > after.at_s - probe.at_s:
+            raise CannotMeasure(
+                f"a prompt of {probe.prompt_tokens} tokens took idle vLLM "
+                f"{detail.latency_s:.1f} s, over {after.at_s - probe.at_s:.1f} s; end other work "
+                "on this machine"
+            )
 
 
 def failed_cell(key: CellKey, capacity_per_s: float, why: str) -> MeasuredCell:
