@@ -74,8 +74,8 @@ FLOORS = {
     "bench": [
         {
             "connector", "directory", "engine_gpu", "fleet", "gateway", "index", "layerwise",
-            "overhead", "pipeline", "plan", "reuse", "sim_reality", "start_stop", "store",
-            "tenants",
+            "overhead", "pipeline", "plan", "precision", "reuse", "sim_reality", "start_stop",
+            "store", "tenants",
         },
         {"cross_host", "engine", "leaks", "overload", "ssd_tier"},
         {"clients", "paper", "store/ways"},
