@@ -74,7 +74,8 @@ FLOORS = {
     "bench": [
         {
             "connector", "directory", "engine_gpu", "fleet", "gateway", "headline", "index",
-            "layerwise", "overhead", "pipeline", "plan", "reuse", "sim_reality", "start_stop",
+            "layerwise", "overhead", "pipeline", "plan", "precision", "reuse", "sim_reality",
+            "start_stop",
             "store", "tenants",
         },
         {"cross_host", "engine", "leaks", "overload", "ssd_tier"},

@@ -54,7 +54,7 @@ class OwnEngine:
         rope = rope_table(config.rope, config.rotary_dim, positions, scalar, cpu)
         transformer = Transformer(config, self.weights, memory, rope)
         self.engine = TorchEngine(transformer, "bench")
-        self._config, self._dtype = config, scalar
+        self._config, self._dtype, self._activations = config, scalar, rope.dtype
         # Numbers like a model's own, because steps are timed over pages that no prompt has filled.
         memory.pool.copy_(
             torch.randn(1 << 20)
@@ -106,7 +106,7 @@ class OwnEngine:
         logits = weights.logits
         widths = (config.hidden, config.heads * config.head_dim, config.intermediate)
         inputs = {
-            (count, width): torch.randn(count, width).to(self._dtype)
+            (count, width): torch.randn(count, width).to(self._activations)
             for count in {rows, last_rows}
             for width in widths
         }

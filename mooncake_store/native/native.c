@@ -882,9 +882,9 @@ void forecast_settle(const forecast_worker_t *of) {
 
 /* ---- torch engine: norms, rotary embedding, gates, attention of decode steps over paged KV
  *
- * Numbers are float32 or bfloat16 (the upper half of a float32). K and V in pages may also be fp8
- * (e4m3: sign, 4 bits of exponent, 3 of mantissa). Sums are float32. Vectors are AVX-512; without it
- * torch computes (engine_vectors). Any number of threads run a function together, started by OpenMP's
+ * Numbers are float32. Weights of matrices may be bfloat16 (the upper half of a float32). K and V in
+ * pages may be bfloat16 or fp8 (e4m3: sign, 4 bits of exponent, 3 of mantissa). Vectors are AVX-512;
+ * without it torch computes (engine_vectors). Any number of threads run a function together, started by OpenMP's
  * GOMP_parallel, or one thread alone. All take their work from one counter, `next`. */
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -900,25 +900,25 @@ void forecast_settle(const forecast_worker_t *of) {
 #endif
 
 int engine_vectors(void) { return HAS_VECTORS; }
-int engine_products(void) { return HAS_PRODUCTS; }
+
+enum { IS_FLOAT32, IS_BF16, IS_FP8 }; /* dtype of a job's `memory` */
 
 typedef struct {
     int64_t next, rows, width, row_stride, out_stride; /* strides in scalars */
-    const void *from, *weight;                         /* weight: null for none */
-    void *out;
-    int64_t is_bf16;
+    const float *from, *weight;                        /* weight: null for none */
+    float *out;
     float epsilon;
 } rows_job;
 
 typedef struct {
     int64_t next, rows, heads, kv_heads, head_dim, row_stride;
-    void *qkv;                 /* q, k and v heads of each row; q and k are rotated in place */
-    const void *table;         /* [positions, 2, head_dim] */
+    float *qkv;                /* q, k and v heads of each row; q and k are rotated in place */
+    const float *table;        /* [positions, 2, head_dim] */
     const int64_t *positions;  /* of each row */
-    const void *norm;          /* [heads + kv_heads, head_dim], or 0 */
+    const float *norm;         /* [heads + kv_heads, head_dim], or 0 */
     void *memory;              /* target of k and v, in rows of head_dim scalars */
     const int64_t *token_rows; /* [tokens, 2 * kv_heads]; rows from `tokens` on are not stored */
-    int64_t tokens, is_bf16, is_fp8; /* is_fp8: of `memory` */
+    int64_t tokens, memory_is;
     float epsilon;
 } rotate_job;
 
@@ -928,10 +928,10 @@ typedef struct {
     const int64_t *pages;       /* of all sequences */
     const int64_t *page_starts; /* a sequence's first index in `pages` */
     const int64_t *contexts;    /* tokens that a sequence attends to */
-    const void *queries;        /* [sequences, heads, head_dim] */
+    const float *queries;       /* [sequences, heads, head_dim] */
     int64_t query_stride;       /* scalars from one sequence to the next */
-    void *out;                  /* [sequences, heads * head_dim] */
-    int64_t is_bf16, is_fp8;    /* is_fp8: of `memory` */
+    float *out;                 /* [sequences, heads * head_dim] */
+    int64_t memory_is;
     float scale;
 } attend_job;
 
@@ -951,9 +951,8 @@ INLINE __m512 widened(__m256i halves) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-INLINE __m512 loaded(const void *base, int64_t at, __mmask16 mask, const int is_bf16) {
-    if (is_bf16) return widened(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)base + at));
-    return _mm512_maskz_loadu_ps(mask, (const float *)base + at);
+INLINE __m512 loaded(const float *base, int64_t at, __mmask16 mask) {
+    return _mm512_maskz_loadu_ps(mask, base + at);
 }
 
 /* Round to nearest, ties to even, as torch does. */
@@ -967,11 +966,8 @@ INLINE __m256i narrowed(__m512 numbers) {
     return _mm512_cvtepi32_epi16(kept);
 }
 
-INLINE void stored(void *base, int64_t at, __mmask16 mask, __m512 numbers, const int is_bf16) {
-    if (is_bf16)
-        _mm256_mask_storeu_epi16((uint16_t *)base + at, mask, narrowed(numbers));
-    else
-        _mm512_mask_storeu_ps((float *)base + at, mask, numbers);
+INLINE void stored(float *base, int64_t at, __mmask16 mask, __m512 numbers) {
+    _mm512_mask_storeu_ps(base + at, mask, numbers);
 }
 
 /* An fp8 has the bits of the upper half of a float16 with another exponent bias. Read as a float16 it
@@ -984,10 +980,12 @@ INLINE __m512 fp8_widened(__m128i bytes) {
 }
 
 /* K or V of the pages; fp8 values as 1/256 of themselves. */
-INLINE __m512 kept(const void *base, int64_t at, __mmask16 mask, const int is_bf16,
-                   const int is_fp8) {
-    if (is_fp8) return fp8_widened(_mm_maskz_loadu_epi8(mask, (const uint8_t *)base + at));
-    return loaded(base, at, mask, is_bf16);
+INLINE __m512 kept(const void *base, int64_t at, __mmask16 mask, const int memory_is) {
+    if (memory_is == IS_FP8)
+        return fp8_widened(_mm_maskz_loadu_epi8(mask, (const uint8_t *)base + at));
+    if (memory_is == IS_BF16)
+        return widened(_mm256_maskz_loadu_epi16(mask, (const uint16_t *)base + at));
+    return loaded(base, at, mask);
 }
 
 /* Round to the nearest fp8, ties to even; larger values become the maximum, 448. */
@@ -1027,46 +1025,59 @@ INLINE __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+/* One head of K or V into the pages. */
+INLINE void keep(void *base, int64_t at, const float *from, int64_t dim, const int memory_is) {
+    if (memory_is == IS_FLOAT32) {
+        memcpy((float *)base + at, from, dim * sizeof *from);
+        return;
+    }
+    for (int64_t i = 0; i < dim; i += LANE_COUNT) {
+        const __mmask16 mask = lanes_left(dim - i);
+        const __m512 numbers = loaded(from, i, mask);
+        if (memory_is == IS_FP8)
+            _mm_mask_storeu_epi8((uint8_t *)base + at + i, mask, fp8_narrowed(numbers));
+        else
+            _mm256_mask_storeu_epi16((uint16_t *)base + at + i, mask, narrowed(numbers));
+    }
+}
+
 INLINE int64_t taken(int64_t *next, int64_t count) {
     return __atomic_fetch_add(next, count, __ATOMIC_RELAXED);
 }
 
 /* One row: x / sqrt(mean(x^2) + epsilon), times a weight if there is one. */
-INLINE void normed_row(const void *from, int64_t at, const void *weight, int64_t weight_at,
-                       void *out, int64_t out_at, int64_t width, float epsilon,
-                       const int is_bf16) {
+INLINE void normed_row(const float *from, const float *weight, float *out, int64_t width,
+                       float epsilon) {
     __m512 squares = _mm512_setzero_ps();
     for (int64_t i = 0; i < width; i += LANE_COUNT) {
-        const __m512 x = loaded(from, at + i, lanes_left(width - i), is_bf16);
+        const __m512 x = loaded(from, i, lanes_left(width - i));
         squares = _mm512_fmadd_ps(x, x, squares);
     }
     const float mean = _mm512_reduce_add_ps(squares) / (float)width;
     const __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(mean + epsilon));
     for (int64_t i = 0; i < width; i += LANE_COUNT) {
         const __mmask16 mask = lanes_left(width - i);
-        __m512 x = _mm512_mul_ps(loaded(from, at + i, mask, is_bf16), scale);
-        if (weight) x = _mm512_mul_ps(x, loaded(weight, weight_at + i, mask, is_bf16));
-        stored(out, out_at + i, mask, x, is_bf16);
-    }
-}
-
-INLINE void norm_rows_of(rows_job *job, const int is_bf16) {
-    for (;;) {
-        const int64_t first = taken(&job->next, ROWS_AT_ONCE);
-        if (first >= job->rows) return;
-        for (int64_t row = first; row < job->rows && row < first + ROWS_AT_ONCE; row++)
-            normed_row(job->from, row * job->row_stride, job->weight, 0, job->out,
-                       row * job->out_stride, job->width, job->epsilon, is_bf16);
+        __m512 x = _mm512_mul_ps(loaded(from, i, mask), scale);
+        if (weight) x = _mm512_mul_ps(x, loaded(weight, i, mask));
+        stored(out, i, mask, x);
     }
 }
 
 /* norm.py: RMS norm of rows. */
 void norm_rows(void *data) {
     rows_job *job = data;
-    if (job->is_bf16) norm_rows_of(job, 1); else norm_rows_of(job, 0);
+    for (;;) {
+        const int64_t first = taken(&job->next, ROWS_AT_ONCE);
+        if (first >= job->rows) return;
+        for (int64_t row = first; row < job->rows && row < first + ROWS_AT_ONCE; row++)
+            normed_row(job->from + row * job->row_stride, job->weight,
+                       job->out + row * job->out_stride, job->width, job->epsilon);
+    }
 }
 
-INLINE void gate_rows_of(rows_job *job, const int is_bf16) {
+/* feed_forward.py: silu(gate) * up of rows that contain gate, then up. */
+void gate_rows(void *data) {
+    rows_job *job = data;
     const __m512 one = _mm512_set1_ps(1.0f);
     for (;;) {
         const int64_t first = taken(&job->next, ROWS_AT_ONCE);
@@ -1075,76 +1086,59 @@ INLINE void gate_rows_of(rows_job *job, const int is_bf16) {
             for (int64_t i = 0; i < job->width; i += LANE_COUNT) {
                 const __mmask16 mask = lanes_left(job->width - i);
                 const int64_t at = row * job->row_stride + i;
-                const __m512 gate = loaded(job->from, at, mask, is_bf16);
-                const __m512 up = loaded(job->from, at + job->width, mask, is_bf16);
+                const __m512 gate = loaded(job->from, at, mask);
+                const __m512 up = loaded(job->from, at + job->width, mask);
                 const __m512 below = _mm512_add_ps(
                     one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
                 stored(job->out, row * job->out_stride + i, mask,
-                       _mm512_mul_ps(_mm512_div_ps(gate, below), up), is_bf16);
+                       _mm512_mul_ps(_mm512_div_ps(gate, below), up));
             }
     }
-}
-
-/* linear.py: silu(gate) * up of rows that contain gate, then up. */
-void gate_rows(void *data) {
-    rows_job *job = data;
-    if (job->is_bf16) gate_rows_of(job, 1); else gate_rows_of(job, 0);
 }
 
 /* One head in place: x * cos + (x rolled by half) * sin, the sine with rotate_half's sign. */
-INLINE void rotated_head(void *qkv, int64_t at, const void *table, int64_t angles, int64_t dim,
-                         const int is_bf16) {
+INLINE void rotated_head(float *head, const float *angles, int64_t dim) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANE_COUNT) {
         const __mmask16 mask = lanes_left(half - i);
-        const __m512 low = loaded(qkv, at + i, mask, is_bf16);
-        const __m512 high = loaded(qkv, at + half + i, mask, is_bf16);
-        const __m512 low_sin = loaded(table, angles + dim + i, mask, is_bf16);
-        const __m512 high_sin = loaded(table, angles + dim + half + i, mask, is_bf16);
-        __m512 first = _mm512_mul_ps(low, loaded(table, angles + i, mask, is_bf16));
-        __m512 second = _mm512_mul_ps(high, loaded(table, angles + half + i, mask, is_bf16));
-        stored(qkv, at + i, mask, _mm512_fmadd_ps(high, low_sin, first), is_bf16);
-        stored(qkv, at + half + i, mask, _mm512_fmadd_ps(low, high_sin, second), is_bf16);
+        const __m512 low = loaded(head, i, mask);
+        const __m512 high = loaded(head, half + i, mask);
+        const __m512 low_sin = loaded(angles, dim + i, mask);
+        const __m512 high_sin = loaded(angles, dim + half + i, mask);
+        __m512 first = _mm512_mul_ps(low, loaded(angles, i, mask));
+        __m512 second = _mm512_mul_ps(high, loaded(angles, half + i, mask));
+        stored(head, i, mask, _mm512_fmadd_ps(high, low_sin, first));
+        stored(head, half + i, mask, _mm512_fmadd_ps(low, high_sin, second));
     }
 }
 
-INLINE void rotate_rows_of(rotate_job *job, const int is_bf16) {
+INLINE void rotate_rows_to(rotate_job *job, const int memory_is) {
     const int64_t dim = job->head_dim, rotated = job->heads + job->kv_heads;
-    const int64_t scalar_bytes = is_bf16 ? 2 : 4;
     for (;;) {
         const int64_t row = taken(&job->next, 1);
         if (row >= job->rows) return;
-        const int64_t at = row * job->row_stride;
+        float *const heads = job->qkv + row * job->row_stride;
         for (int64_t head = 0; head < rotated; head++) {
-            const int64_t head_at = at + head * dim;
-            if (job->norm)
-                normed_row(job->qkv, head_at, job->norm, head * dim, job->qkv, head_at, dim,
-                           job->epsilon, is_bf16);
-            rotated_head(job->qkv, head_at, job->table, job->positions[row] * 2 * dim, dim,
-                         is_bf16);
+            float *const at = heads + head * dim;
+            if (job->norm) normed_row(at, job->norm + head * dim, at, dim, job->epsilon);
+            rotated_head(at, job->table + job->positions[row] * 2 * dim, dim);
         }
         if (row >= job->tokens) continue;
         const int64_t *rows = job->token_rows + row * 2 * job->kv_heads;
-        for (int64_t head = 0; head < 2 * job->kv_heads; head++) {
-            const int64_t from = at + (job->heads + head) * dim;
-            if (!job->is_fp8) {
-                memcpy((char *)job->memory + rows[head] * dim * scalar_bytes,
-                       (char *)job->qkv + from * scalar_bytes, dim * scalar_bytes);
-                continue;
-            }
-            for (int64_t i = 0; i < dim; i += LANE_COUNT) {
-                const __mmask16 mask = lanes_left(dim - i);
-                _mm_mask_storeu_epi8((uint8_t *)job->memory + rows[head] * dim + i, mask,
-                                     fp8_narrowed(loaded(job->qkv, from + i, mask, is_bf16)));
-            }
-        }
+        for (int64_t head = 0; head < 2 * job->kv_heads; head++)
+            keep(job->memory, rows[head] * dim, heads + (job->heads + head) * dim, dim, memory_is);
     }
 }
 
 /* grouped_attention.py: norms of heads, rotary embedding, K and V into their pages. */
 void rotate_rows(void *data) {
     rotate_job *job = data;
-    if (job->is_bf16) rotate_rows_of(job, 1); else rotate_rows_of(job, 0);
+    if (job->memory_is == IS_FP8)
+        rotate_rows_to(job, IS_FP8);
+    else if (job->memory_is == IS_BF16)
+        rotate_rows_to(job, IS_BF16);
+    else
+        rotate_rows_to(job, IS_FLOAT32);
 }
 
 INLINE __m512 pairs_added(__m512 a, __m512 b) {
@@ -1166,35 +1160,24 @@ INLINE __m512 quarters_added(__m512 a, __m512 b) {
 /* HEADS query heads of one KV head against all tokens of a sequence; head_dim is at most 16 * VECTORS.
  * Online softmax over tiles of tokens: a larger score rescales the sums so far. */
 INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, int64_t first,
-                         const int HEADS, const int VECTORS, const int is_bf16,
-                         const int is_fp8) {
+                         const int HEADS, const int VECTORS, const int memory_is) {
     const int64_t dim = job->head_dim, shared = job->shared, block = job->block_tokens;
     const int64_t context = job->contexts[work];
     const int64_t *pages = job->pages + job->page_starts[work];
     const int64_t query_at = work * job->query_stride + (kv_head * shared + first) * dim;
-    const int SCALAR_BYTES = is_fp8 ? 1 : is_bf16 ? 2 : 4; /* in the pages */
-    const float scale = is_fp8 ? job->scale * FP8_SCALE : job->scale;
-    const int has_products = HAS_PRODUCTS && is_bf16 && VECTORS >= 2;
+    const int SCALAR_BYTES = memory_is == IS_FP8 ? 1 : memory_is == IS_BF16 ? 2 : 4;
+    const float scale = memory_is == IS_FP8 ? job->scale * FP8_SCALE : job->scale;
     __mmask16 masks[8];
-    __mmask32 pair_masks[4];
     __m512 sums[SHARED_MAX][8], queries[SHARED_MAX][8];
     float scores[SHARED_MAX][TILE_TOKENS] __attribute__((aligned(64)));
     float largest[SHARED_MAX], weights[SHARED_MAX];
     UNROLLED for (int v = 0; v < VECTORS; v++) masks[v] = lanes_left(dim - v * LANE_COUNT);
-    UNROLLED for (int v = 0; v + 1 < VECTORS; v += 2)
-        pair_masks[v / 2] = masks[v] | (__mmask32)masks[v + 1] << 16;
     UNROLLED for (int h = 0; h < HEADS; h++) {
         largest[h] = -__builtin_inff();
         weights[h] = 0;
         UNROLLED for (int v = 0; v < VECTORS; v++) {
             sums[h][v] = _mm512_setzero_ps();
-            if (!has_products)
-                queries[h][v] = loaded(job->queries, query_at + h * dim + v * LANE_COUNT,
-                                       masks[v], is_bf16);
-            else if (v % 2 == 0)
-                queries[h][v] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(
-                    pair_masks[v / 2],
-                    (const uint16_t *)job->queries + query_at + h * dim + v * LANE_COUNT));
+            queries[h][v] = loaded(job->queries, query_at + h * dim + v * LANE_COUNT, masks[v]);
         }
     }
     for (int64_t at = 0; at < context;) {
@@ -1226,27 +1209,9 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
                     UNROLLED for (int line = 0; line < VECTORS * LANE_COUNT * SCALAR_BYTES; line += 64)
                         __builtin_prefetch(next_keys + token * dim * SCALAR_BYTES + line, 0, 2);
                     UNROLLED for (int h = 0; h < HEADS; h++) products[h][i] = _mm512_setzero_ps();
-#if HAS_PRODUCTS
-                    if (has_products) {
-                        UNROLLED for (int v = 0; v < VECTORS; v += 2) {
-                            const int64_t pairs = key + v * LANE_COUNT;
-                            const __m512bh keys =
-                                is_fp8 ? _mm512_cvtne2ps_pbh(kept(job->memory, pairs + LANE_COUNT,
-                                                                  masks[v + 1], 1, 1),
-                                                             kept(job->memory, pairs, masks[v], 1, 1))
-                                       : (__m512bh)_mm512_maskz_loadu_epi16(
-                                             pair_masks[v / 2],
-                                             (const uint16_t *)job->memory + pairs);
-                            UNROLLED for (int h = 0; h < HEADS; h++)
-                                products[h][i] = _mm512_dpbf16_ps(products[h][i], keys,
-                                                                  (__m512bh)queries[h][v]);
-                        }
-                        continue;
-                    }
-#endif
                     UNROLLED for (int v = 0; v < VECTORS; v++) {
                         const __m512 keys =
-                            kept(job->memory, key + v * LANE_COUNT, masks[v], is_bf16, is_fp8);
+                            kept(job->memory, key + v * LANE_COUNT, masks[v], memory_is);
                         UNROLLED for (int h = 0; h < HEADS; h++)
                             products[h][i] = _mm512_fmadd_ps(keys, queries[h][v], products[h][i]);
                     }
@@ -1289,7 +1254,7 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
                 __builtin_prefetch(next_values + token * dim * SCALAR_BYTES + line, 0, 2);
             UNROLLED for (int v = 0; v < VECTORS; v++) {
                 const __m512 values = kept(job->memory, value_at + token * dim + v * LANE_COUNT,
-                                           masks[v], is_bf16, is_fp8);
+                                           masks[v], memory_is);
                 UNROLLED for (int h = 0; h < HEADS; h++)
                     sums[h][v] =
                         _mm512_fmadd_ps(values, _mm512_set1_ps(scores[h][token]), sums[h][v]);
@@ -1299,36 +1264,31 @@ INLINE void attend_heads(const attend_job *job, int64_t work, int64_t kv_head, i
     }
     const int64_t out_at = ((work * job->kv_heads + kv_head) * shared + first) * dim;
     UNROLLED for (int h = 0; h < HEADS; h++) {
-        const __m512 whole = _mm512_set1_ps(is_fp8 ? weights[h] / FP8_SCALE : weights[h]);
+        const __m512 whole = _mm512_set1_ps(memory_is == IS_FP8 ? weights[h] / FP8_SCALE : weights[h]);
         UNROLLED for (int v = 0; v < VECTORS; v++)
             stored(job->out, out_at + h * dim + v * LANE_COUNT, masks[v],
-                   _mm512_div_ps(sums[h][v], whole), is_bf16);
+                   _mm512_div_ps(sums[h][v], whole));
     }
 }
 
-#define ATTEND_OF(HEADS, VECTORS, IS_BF16, IS_FP8)                                               \
-    static void attend_##HEADS##_##VECTORS##_##IS_BF16##_##IS_FP8(                               \
-        const attend_job *job, int64_t work, int64_t kv_head, int64_t first) {                   \
-        attend_heads(job, work, kv_head, first, HEADS, VECTORS, IS_BF16, IS_FP8);                \
+#define ATTEND_OF(HEADS, VECTORS, KIND)                                                          \
+    static void attend_##HEADS##_##VECTORS##_##KIND(const attend_job *job, int64_t work,         \
+                                                    int64_t kv_head, int64_t first) {            \
+        attend_heads(job, work, kv_head, first, HEADS, VECTORS, KIND);                           \
     }
-#define ATTEND_FOR(VECTORS, IS_BF16, IS_FP8)                                                     \
-    ATTEND_OF(1, VECTORS, IS_BF16, IS_FP8) ATTEND_OF(2, VECTORS, IS_BF16, IS_FP8)                \
-    ATTEND_OF(3, VECTORS, IS_BF16, IS_FP8) ATTEND_OF(4, VECTORS, IS_BF16, IS_FP8)
-#define ATTENDS_FOR(VECTORS, IS_BF16, IS_FP8)                                                    \
-    {attend_1_##VECTORS##_##IS_BF16##_##IS_FP8, attend_2_##VECTORS##_##IS_BF16##_##IS_FP8,       \
-     attend_3_##VECTORS##_##IS_BF16##_##IS_FP8, attend_4_##VECTORS##_##IS_BF16##_##IS_FP8}
-#define ATTEND_ALL(IS_BF16, IS_FP8)                                                              \
-    ATTEND_FOR(1, IS_BF16, IS_FP8) ATTEND_FOR(2, IS_BF16, IS_FP8)                                \
-    ATTEND_FOR(4, IS_BF16, IS_FP8) ATTEND_FOR(8, IS_BF16, IS_FP8)
-#define ATTENDS_ALL(IS_BF16, IS_FP8)                                                             \
-    {ATTENDS_FOR(1, IS_BF16, IS_FP8), ATTENDS_FOR(2, IS_BF16, IS_FP8),                           \
-     ATTENDS_FOR(4, IS_BF16, IS_FP8), ATTENDS_FOR(8, IS_BF16, IS_FP8)}
-ATTEND_ALL(0, 0) ATTEND_ALL(0, 1) ATTEND_ALL(1, 0) ATTEND_ALL(1, 1)
+#define ATTEND_FOR(VECTORS, KIND)                                                                \
+    ATTEND_OF(1, VECTORS, KIND) ATTEND_OF(2, VECTORS, KIND)                                      \
+    ATTEND_OF(3, VECTORS, KIND) ATTEND_OF(4, VECTORS, KIND)
+#define ATTENDS_FOR(VECTORS, KIND)                                                               \
+    {attend_1_##VECTORS##_##KIND, attend_2_##VECTORS##_##KIND, attend_3_##VECTORS##_##KIND,      \
+     attend_4_##VECTORS##_##KIND}
+#define ATTEND_ALL(KIND) ATTEND_FOR(1, KIND) ATTEND_FOR(2, KIND) ATTEND_FOR(4, KIND) ATTEND_FOR(8, KIND)
+#define ATTENDS_ALL(KIND)                                                                        \
+    {ATTENDS_FOR(1, KIND), ATTENDS_FOR(2, KIND), ATTENDS_FOR(4, KIND), ATTENDS_FOR(8, KIND)}
+ATTEND_ALL(IS_FLOAT32) ATTEND_ALL(IS_BF16) ATTEND_ALL(IS_FP8)
 typedef void (*attend_function)(const attend_job *, int64_t, int64_t, int64_t);
-static const attend_function ATTEND[2][2][4][SHARED_MAX] = {
-    {ATTENDS_ALL(0, 0), ATTENDS_ALL(0, 1)},
-    {ATTENDS_ALL(1, 0), ATTENDS_ALL(1, 1)},
-};
+static const attend_function ATTEND[3][4][SHARED_MAX] = {
+    ATTENDS_ALL(IS_FLOAT32), ATTENDS_ALL(IS_BF16), ATTENDS_ALL(IS_FP8)};
 
 /* grouped_attention.py: the query token of each sequence over its pages; head_dim is at most 128. The
  * sequences with the longest contexts are last in the batch, and are started first. */
@@ -1342,8 +1302,8 @@ void attend_last_tokens(void *data) {
         for (int64_t first = 0; first < job->shared;) {
             int64_t heads = job->shared - first;
             if (heads > SHARED_MAX) heads = SHARED_MAX;
-            ATTEND[job->is_bf16][job->is_fp8][size][heads - 1](job, item / job->kv_heads,
-                                                               item % job->kv_heads, first);
+            ATTEND[job->memory_is][size][heads - 1](job, item / job->kv_heads,
+                                                    item % job->kv_heads, first);
             first += heads;
         }
     }
@@ -1458,28 +1418,179 @@ void slot_headers(uint64_t count, uint8_t *to, const uint64_t *offsets, const ui
     }
 }
 
-/* ---- torch engine: attention of a prompt's chunk over paged KV, bfloat16
+/* ---- torch engine: products of float32 rows with bfloat16 matrices, summed in float32
  *
- * K and V are packed once per chunk, so that both products have the same form: rows of bfloat16 pairs
- * times a matrix whose 32-bit words are such pairs. K is packed in tiles of KEYS tokens
- * [head_dim / 2][KEYS], V in pairs of tokens [KEYS / 2][head_dim]. */
+ * A matrix is packed: a 32-bit word has the bfloat16 of two consecutive inputs for one output. There
+ * are two forms. The exact form multiplies float32 by widened bfloat16. The rounded form rounds the
+ * rows to bfloat16, for CPUs that multiply pairs of bfloat16 faster (linear.py chooses). In the exact
+ * form each sum is in the order of the inputs, so a row's result does not depend on other rows. */
+
+typedef void (*brgemm_function)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, _Bool,
+                                const void *, const void *, float *, _Bool);
+typedef struct {
+    int64_t next, rows, inputs, outputs, row_stride; /* row_stride: scalars of `from` */
+    const float *from;
+    const uint32_t *weight; /* [outputs / COLUMNS rounded up][inputs / 2][COLUMNS] */
+    const float *bias;      /* [outputs], or null */
+    float *out;             /* [rows, outputs] */
+    int64_t is_added;       /* to `out` */
+    uint16_t *rounded;      /* rounded form: scratch [rows, inputs] */
+    void *brgemm, *release; /* rounded form: torch's product of a block, and what ends its use */
+} product_job;
 
 typedef struct {
     int64_t next, tokens, start, heads, kv_heads, head_dim, block_tokens, page_stride; /* scalars */
     const void *memory;      /* this layer's first K head of page 0 */
     const int64_t *pages;    /* of the sequence */
-    const void *queries;     /* [tokens, heads, head_dim] */
+    const float *queries;    /* [tokens, heads, head_dim] */
     int64_t query_stride;    /* scalars from one token to the next */
-    void *out;               /* [tokens, heads * head_dim] */
-    void *packed_keys, *packed_values; /* [kv_heads, tiles, KEYS, head_dim] each */
-    int64_t is_fp8;                    /* of `memory`; packed K and V are bfloat16 */
+    float *out;              /* [tokens, heads * head_dim] */
+    void *packed_keys, *packed_values; /* [kv_heads, tiles, KEYS, head_dim] each, bfloat16 */
+    int64_t memory_is, is_rounded;     /* is_rounded: products in the rounded form */
     float scale;
 } prefill_job;
 
+#if HAS_VECTORS
+#define COLUMNS 64
+#define STEP_ROWS 6       /* times COLUMNS are 24 sums in registers */
+#define PANEL_ROWS 120    /* with PANEL_PAIRS, a panel of rows fits into the L2 cache */
+#define PANEL_PAIRS 1024
+#define ROUNDED_ROWS 8
+
+/* out [ROWS][COLUMNS] = (or +=) rows times matrix [pairs][COLUMNS of `stride` words]. A row has float32
+ * numbers, or in the rounded form words of two bfloat16. `masks`: the columns that `out` has. */
+INLINE void multiplied(const int ROWS, const void *const *rows, int64_t pairs,
+                       const uint32_t *matrix, int64_t stride, float *out, int64_t out_stride,
+                       const __mmask16 *masks, const int is_added, const int is_rounded) {
+    const __m512i upper = _mm512_set1_epi32((int)0xFFFF0000);
+    __m512 sums[STEP_ROWS][4];
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < 4; v++)
+            sums[r][v] = is_added ? loaded(out + r * out_stride, v * LANE_COUNT, masks[v])
+                                  : _mm512_setzero_ps();
+    for (int64_t pair = 0; pair < pairs; pair++) {
+        __m512i words[4];
+        UNROLLED for (int v = 0; v < 4; v++)
+            words[v] = _mm512_loadu_si512(matrix + pair * stride + v * LANE_COUNT);
 #if HAS_PRODUCTS
-#define KEYS 64
+        if (is_rounded) {
+            UNROLLED for (int r = 0; r < ROWS; r++) {
+                const __m512bh both =
+                    (__m512bh)_mm512_set1_epi32((int)((const uint32_t *)rows[r])[pair]);
+                UNROLLED for (int v = 0; v < 4; v++)
+                    sums[r][v] = _mm512_dpbf16_ps(sums[r][v], both, (__m512bh)words[v]);
+            }
+            continue;
+        }
+#endif
+        __m512 columns[4];
+        UNROLLED for (int v = 0; v < 4; v++)
+            columns[v] = _mm512_castsi512_ps(_mm512_slli_epi32(words[v], 16));
+        UNROLLED for (int r = 0; r < ROWS; r++) {
+            const __m512 input = _mm512_set1_ps(((const float *)rows[r])[2 * pair]);
+            UNROLLED for (int v = 0; v < 4; v++)
+                sums[r][v] = _mm512_fmadd_ps(input, columns[v], sums[r][v]);
+        }
+        UNROLLED for (int v = 0; v < 4; v++)
+            columns[v] = _mm512_castsi512_ps(_mm512_and_si512(words[v], upper));
+        UNROLLED for (int r = 0; r < ROWS; r++) {
+            const __m512 input = _mm512_set1_ps(((const float *)rows[r])[2 * pair + 1]);
+            UNROLLED for (int v = 0; v < 4; v++)
+                sums[r][v] = _mm512_fmadd_ps(input, columns[v], sums[r][v]);
+        }
+    }
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int v = 0; v < 4; v++)
+            stored(out + r * out_stride, v * LANE_COUNT, masks[v], sums[r][v]);
+}
+
+typedef void (*multiply_function)(const void *const *, int64_t, const uint32_t *, float *, int64_t,
+                                  const __mmask16 *);
+#define MULTIPLY_OF(ROWS)                                                                        \
+    static void multiply_##ROWS(const void *const *rows, int64_t pairs, const uint32_t *matrix,  \
+                                float *out, int64_t out_stride, const __mmask16 *masks) {        \
+        multiplied(ROWS, rows, pairs, matrix, COLUMNS, out, out_stride, masks, 1, 0);            \
+    }
+MULTIPLY_OF(1) MULTIPLY_OF(2) MULTIPLY_OF(3) MULTIPLY_OF(4) MULTIPLY_OF(5) MULTIPLY_OF(6)
+static const multiply_function MULTIPLY[STEP_ROWS + 1] = {
+    0, multiply_1, multiply_2, multiply_3, multiply_4, multiply_5, multiply_6};
+
+/* Packs a matrix [outputs][inputs] of bfloat16; zeros after the last output. */
+void pack_matrix(const uint32_t *from, int64_t outputs, int64_t inputs, uint32_t *to) {
+    const int64_t pairs = inputs / 2;
+    for (int64_t block = 0; block * COLUMNS < outputs; block++)
+        for (int64_t pair = 0; pair < pairs; pair++)
+            for (int64_t column = 0; column < COLUMNS; column++) {
+                const int64_t output = block * COLUMNS + column;
+                *to++ = output < outputs ? from[output * pairs + pair] : 0;
+            }
+}
+
+/* Rounds a job's rows to bfloat16, before `multiply_rows` in the rounded form. */
+void round_rows(void *data) {
+    product_job *job = data;
+    for (;;) {
+        const int64_t first = taken(&job->next, ROUNDED_ROWS);
+        if (first >= job->rows) return;
+        for (int64_t row = first; row < job->rows && row < first + ROUNDED_ROWS; row++)
+            keep(job->rounded, row * job->inputs, job->from + row * job->row_stride, job->inputs,
+                 IS_BF16);
+    }
+}
+
+/* One block of COLUMNS outputs of `rows` rows, of which the first is `first`. */
+static void multiply_block(const product_job *job, int64_t block, int64_t first, int64_t rows) {
+    const int64_t at = block * COLUMNS, columns = job->outputs - at, pairs = job->inputs / 2;
+    const uint32_t *weight = job->weight + block * pairs * COLUMNS;
+    float *out = job->out + first * job->outputs + at;
+    __mmask16 masks[4];
+    for (int v = 0; v < 4; v++) masks[v] = lanes_left(columns - v * LANE_COUNT);
+    if (!job->is_added)
+        for (int64_t row = 0; row < rows; row++)
+            for (int v = 0; v < 4; v++)
+                stored(out + row * job->outputs, v * LANE_COUNT, masks[v],
+                       job->bias ? loaded(job->bias + at, v * LANE_COUNT, masks[v])
+                                 : _mm512_setzero_ps());
+    if (job->rounded && columns >= COLUMNS) {
+        ((brgemm_function)job->brgemm)(rows, COLUMNS, job->inputs, job->inputs, COLUMNS,
+                                       job->outputs, 1, job->rounded + first * job->inputs, weight,
+                                       out, 1);
+        return;
+    }
+    for (int64_t pair = 0; pair < pairs; pair += PANEL_PAIRS) {
+        const int64_t some = pairs - pair < PANEL_PAIRS ? pairs - pair : PANEL_PAIRS;
+        for (int64_t row = 0; row < rows; row += STEP_ROWS) {
+            const int64_t step = rows - row < STEP_ROWS ? rows - row : STEP_ROWS;
+            const void *inputs[STEP_ROWS];
+            for (int64_t r = 0; r < step; r++)
+                inputs[r] = job->from + (first + row + r) * job->row_stride + 2 * pair;
+            MULTIPLY[step](inputs, some, weight + pair * COLUMNS, out + row * job->outputs,
+                           job->outputs, masks);
+        }
+    }
+}
+
+/* linear.py: rows times a packed matrix. */
+void multiply_rows(void *data) {
+    product_job *job = data;
+    const int64_t blocks = (job->outputs + COLUMNS - 1) / COLUMNS;
+    const int64_t panels = (job->rows + PANEL_ROWS - 1) / PANEL_ROWS;
+    for (;;) {
+        const int64_t item = taken(&job->next, 1);
+        if (item >= blocks * panels) break;
+        const int64_t first = item / blocks * PANEL_ROWS, left = job->rows - first;
+        multiply_block(job, item % blocks, first, left < PANEL_ROWS ? left : PANEL_ROWS);
+    }
+    if (job->release) ((void (*)(_Bool))job->release)(1);
+}
+
+/* ---- torch engine: attention of a prompt's chunk over paged KV in bfloat16 or fp8
+ *
+ * K and V are packed once per chunk as matrices for `multiplied`: K in tiles of KEYS tokens
+ * [head_dim / 2][KEYS], V in pairs of tokens [KEYS / 2][head_dim]. */
+
+#define KEYS COLUMNS
 #define ROWS_MAX 96 /* of a tile: query tokens times heads that share a KV head */
-#define STEP_ROWS 6 /* times 64 columns are 24 sums in registers */
 
 INLINE int64_t key_tiles(const prefill_job *job) {
     return (job->start + job->tokens + KEYS - 1) / KEYS;
@@ -1488,8 +1599,9 @@ INLINE int64_t key_tiles(const prefill_job *job) {
 /* A row of the pages as bfloat16, which represents every fp8 exactly. */
 INLINE void fp8_row(const void *memory, int64_t at, int64_t dim, uint16_t *row) {
     for (int64_t i = 0; i < dim; i += LANE_COUNT)
-        stored(row, i, 0xFFFF,
-               _mm512_mul_ps(kept(memory, at + i, 0xFFFF, 1, 1), _mm512_set1_ps(FP8_SCALE)), 1);
+        _mm256_storeu_si256((__m256i *)(row + i),
+                            narrowed(_mm512_mul_ps(kept(memory, at + i, 0xFFFF, IS_FP8),
+                                                   _mm512_set1_ps(FP8_SCALE))));
 }
 
 /* Packs K and V of every tile of the context; zeros after its end. */
@@ -1516,7 +1628,7 @@ void pack_prefill(void *data) {
             const uint16_t *key = (const uint16_t *)job->memory + key_at;
             const uint16_t *value = (const uint16_t *)job->memory + value_at;
             uint16_t both[2][2 * KEYS]; /* head_dim is at most 2 * KEYS */
-            if (job->is_fp8) {
+            if (job->memory_is == IS_FP8) {
                 fp8_row(job->memory, key_at, dim, both[0]);
                 fp8_row(job->memory, value_at, dim, both[1]);
                 key = both[0];
@@ -1533,32 +1645,10 @@ void pack_prefill(void *data) {
     }
 }
 
-/* out [STEP_ROWS][64] = (or +=) rows of `pairs` words times matrix [pairs][64 of `stride` words]. */
-INLINE void multiplied(const uint32_t *const *rows, int64_t pairs, const uint32_t *matrix,
-                       int64_t stride, float *out, int64_t out_stride, const int is_added) {
-    __m512 sums[STEP_ROWS][4];
-    UNROLLED for (int r = 0; r < STEP_ROWS; r++)
-        UNROLLED for (int v = 0; v < 4; v++)
-            sums[r][v] = is_added ? _mm512_loadu_ps(out + r * out_stride + v * LANE_COUNT)
-                                  : _mm512_setzero_ps();
-    for (int64_t pair = 0; pair < pairs; pair++) {
-        __m512bh columns[4];
-        UNROLLED for (int v = 0; v < 4; v++)
-            columns[v] = (__m512bh)_mm512_loadu_si512(matrix + pair * stride + v * LANE_COUNT);
-        UNROLLED for (int r = 0; r < STEP_ROWS; r++) {
-            const __m512bh both = (__m512bh)_mm512_set1_epi32((int)rows[r][pair]);
-            UNROLLED for (int v = 0; v < 4; v++)
-                sums[r][v] = _mm512_dpbf16_ps(sums[r][v], both, columns[v]);
-        }
-    }
-    UNROLLED for (int r = 0; r < STEP_ROWS; r++)
-        UNROLLED for (int v = 0; v < 4; v++)
-            _mm512_storeu_ps(out + r * out_stride + v * LANE_COUNT, sums[r][v]);
-}
-
-/* Online softmax of a row over one more tile: weights as bfloat16; rescales the sums so far. */
-INLINE void weighed(const float *scores, int64_t seen, float scale, float *largest, float *weight,
-                    float *sums, int64_t dim, uint16_t *weights) {
+/* Online softmax of a row over one more tile: replaces its scores by weights, in the rounded form by
+ * weights in bfloat16; rescales the sums so far. */
+INLINE void weighed(float *scores, int64_t seen, float scale, float *largest, float *weight,
+                    float *sums, int64_t dim, const int is_rounded) {
     __m512 found[4], most = _mm512_set1_ps(-__builtin_inff()), total = _mm512_setzero_ps();
     __mmask16 masks[4];
     UNROLLED for (int v = 0; v < 4; v++) {
@@ -1580,50 +1670,55 @@ INLINE void weighed(const float *scores, int64_t seen, float scale, float *large
         const __m512 part = _mm512_maskz_mov_ps(
             masks[v], exponential(_mm512_sub_ps(found[v], _mm512_set1_ps(*largest))));
         total = _mm512_add_ps(total, part);
-        _mm256_storeu_si256((__m256i *)(weights + v * LANE_COUNT),
-                            (__m256i)_mm512_cvtneps_pbh(part));
+        if (is_rounded)
+            _mm256_storeu_si256((__m256i *)scores + v, narrowed(part));
+        else
+            _mm512_storeu_ps(scores + v * LANE_COUNT, part);
     }
     *weight += _mm512_reduce_add_ps(total);
 }
 
-static void attend_tile(const prefill_job *job, int64_t kv_head, int64_t first, int64_t tokens) {
+INLINE void attend_tile(const prefill_job *job, int64_t kv_head, int64_t first, int64_t tokens,
+                        const int is_rounded) {
     const int64_t dim = job->head_dim, shared = job->heads / job->kv_heads;
     const int64_t rows = tokens * shared, tiles = key_tiles(job);
+    const __mmask16 all[4] = {0xFFFF, 0xFFFF, 0xFFFF, 0xFFFF};
     float scores[ROWS_MAX][KEYS], sums[ROWS_MAX][2 * KEYS], largest[ROWS_MAX], total[ROWS_MAX];
-    uint16_t weights[ROWS_MAX][KEYS];
-    const uint32_t *queries[ROWS_MAX], *pairs[ROWS_MAX];
+    uint16_t rounded[ROWS_MAX][2 * KEYS];
+    const void *queries[ROWS_MAX], *weights[ROWS_MAX];
     for (int64_t row = 0; row < ROWS_MAX; row++) {
         const int64_t real = row < rows ? row : rows - 1;
-        queries[row] = (const uint32_t *)((const uint16_t *)job->queries +
-                                          (first + real / shared) * job->query_stride +
-                                          (kv_head * shared + real % shared) * dim);
-        pairs[row] = (const uint32_t *)weights[row];
+        const float *query = job->queries + (first + real / shared) * job->query_stride +
+                             (kv_head * shared + real % shared) * dim;
+        if (is_rounded) keep(rounded[row], 0, query, dim, IS_BF16);
+        queries[row] = is_rounded ? (const void *)rounded[row] : query;
+        weights[row] = scores[row];
         largest[row] = -__builtin_inff();
         total[row] = 0;
     }
     memset(sums, 0, sizeof sums);
-    memset(weights, 0, sizeof weights);
     const int64_t last = (job->start + first + tokens - 1) / KEYS;
     for (int64_t tile = 0; tile <= last; tile++) {
         const int64_t item = kv_head * tiles + tile;
         const uint32_t *keys = (const uint32_t *)job->packed_keys + item * KEYS * dim / 2;
         const uint32_t *values = (const uint32_t *)job->packed_values + item * KEYS * dim / 2;
         for (int64_t row = 0; row < rows; row += STEP_ROWS)
-            multiplied(queries + row, dim / 2, keys, KEYS, scores[row], KEYS, 0);
+            multiplied(STEP_ROWS, queries + row, dim / 2, keys, KEYS, scores[row], KEYS, all, 0,
+                       is_rounded);
         for (int64_t row = 0; row < rows; row++)
             weighed(scores[row], job->start + first + row / shared + 1 - tile * KEYS, job->scale,
-                    &largest[row], &total[row], sums[row], dim, weights[row]);
+                    &largest[row], &total[row], sums[row], dim, is_rounded);
         for (int64_t row = 0; row < rows; row += STEP_ROWS)
             for (int64_t column = 0; column < dim; column += KEYS)
-                multiplied(pairs + row, KEYS / 2, values + column, dim, sums[row] + column,
-                           2 * KEYS, 1);
+                multiplied(STEP_ROWS, weights + row, KEYS / 2, values + column, dim,
+                           sums[row] + column, 2 * KEYS, all, 1, is_rounded);
     }
     for (int64_t row = 0; row < rows; row++) {
         const int64_t at = ((first + row / shared) * job->heads + kv_head * shared + row % shared) *
                            dim;
         for (int64_t i = 0; i < dim; i += LANE_COUNT)
             stored(job->out, at + i, 0xFFFF,
-                   _mm512_div_ps(_mm512_loadu_ps(sums[row] + i), _mm512_set1_ps(total[row])), 1);
+                   _mm512_div_ps(_mm512_loadu_ps(sums[row] + i), _mm512_set1_ps(total[row])));
     }
 }
 
@@ -1637,7 +1732,11 @@ void attend_prefill(void *data) {
         const int64_t item = tiles * job->kv_heads - 1 - taken(&job->next, 1);
         if (item < 0) return;
         const int64_t first = item / job->kv_heads * step, left = job->tokens - first;
-        attend_tile(job, item % job->kv_heads, first, left < step ? left : step);
+        const int64_t kv_head = item % job->kv_heads, tokens = left < step ? left : step;
+        if (HAS_PRODUCTS && job->is_rounded)
+            attend_tile(job, kv_head, first, tokens, 1);
+        else
+            attend_tile(job, kv_head, first, tokens, 0);
     }
 }
 #endif

@@ -3,13 +3,14 @@
     norm_rows, gate_rows   RMS norm; silu(gate) * up
     rotate_rows            rotary embedding; writes K and V into their pages
     attend_query_tokens    attention of the last token of each sequence; reads the pages in place
-    attend_prefill         attention of a prompt's chunk, bfloat16 only
+    attend_prefill         attention of a prompt's chunk over KV in bfloat16 or fp8
+    multiply_rows          products with bfloat16 weights (mixed_products.py)
 
 Each kernel makes one pass over memory. torch needs several operations and gathers the pages. At
 batch 16 and 4,096 tokens of context, gathering moved three times the bytes of the KV. The kernels
 run on the threads of torch's OpenMP (`GOMP_parallel`), so no second thread pool needs the cores.
-Without AVX-512 or a compiler, and for other devices and dtypes, torch is used. Results differ in
-the last bits only: torch rounds bfloat16 after each operation, the kernels round once.
+Inputs and results are float32. Pages may be float32, bfloat16 or fp8. Without AVX-512 or a
+compiler, and for other devices and dtypes, torch is used.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from backends.engine.torch.step_plan import PagesSeen, rounded_up
 from mooncake_store.native.library import NativeFunction, function, quick_function
 
-DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIM_MAX = 128
 PREFILL_SHARED_MAX, PREFILL_TILE_TOKENS = 96, 64  # ROWS_MAX and KEYS of native.c
 SHARED_SCALARS_MIN = 64 * 1024  # smaller jobs are faster in one thread than in several
@@ -43,38 +43,39 @@ def _structure(fields: str) -> type[ctypes.Structure]:
     return Job
 
 
-_RowsJob = _structure("next rows width row_stride out_stride *source *weight *out is_bf16 .epsilon")
+_RowsJob = _structure("next rows width row_stride out_stride *source *weight *out .epsilon")
 _RotateJob = _structure(
     "next rows heads kv_heads head_dim row_stride *qkv *table *positions *norm *memory *token_rows"
-    " tokens is_bf16 is_fp8 .epsilon"
+    " tokens memory_is .epsilon"
 )
 _AttendJob = _structure(
     "next sequences kv_heads shared head_dim block_tokens page_stride *memory *pages *page_starts"
-    " *contexts *queries query_stride *out is_bf16 is_fp8 .scale"
+    " *contexts *queries query_stride *out memory_is .scale"
 )
 _PrefillJob = _structure(
     "next tokens start heads kv_heads head_dim block_tokens page_stride *memory *pages *queries"
-    " query_stride *out *packed_keys *packed_values is_fp8 .scale"
+    " query_stride *out *packed_keys *packed_values memory_is is_rounded .scale"
+)
+_ProductJob = _structure(
+    "next rows inputs outputs row_stride *source *weight *bias *out is_added *rounded *brgemm"
+    " *release"
 )
 
 
 def serves(tensor: torch.Tensor) -> bool:
     """Whether the kernels support this tensor's device and dtype on this machine."""
-    return tensor.device.type == "cpu" and tensor.dtype in DTYPES and _has("engine_vectors")
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32 and _has_vectors()
 
 
-def serves_prefill(tensor: torch.Tensor, shared: int, head_dim: int) -> bool:
+def serves_prefill(queries: torch.Tensor, shared: int, head_dim: int) -> bool:
     """Whether `attend_prefill` supports such queries, with `shared` query heads per KV head."""
-    is_shape = head_dim in (64, 128) and shared <= PREFILL_SHARED_MAX
-    return (
-        tensor.dtype == torch.bfloat16 and is_shape and serves(tensor) and _has("engine_products")
-    )
+    return head_dim in (64, 128) and shared <= PREFILL_SHARED_MAX and serves(queries)
 
 
 @functools.cache
-def _has(what: str) -> bool:
-    """Calls a function of native.c that reports whether certain kernels were compiled."""
-    found = function(what, ctypes.c_int, [])
+def _has_vectors() -> bool:
+    """Whether the kernels were compiled, which need AVX-512."""
+    found = function("engine_vectors", ctypes.c_int, [])
     return found is not None and bool(found())
 
 
@@ -110,7 +111,6 @@ def _each_row(
         source.data_ptr(),
         None if weight is None else weight.data_ptr(),
         out.data_ptr(),
-        source.dtype == torch.bfloat16,
         epsilon,
     )
     _run(name, job, rows * width)
@@ -149,8 +149,7 @@ def rotate_rows(
         memory.data_ptr(),
         token_rows.data_ptr(),
         len(token_rows),
-        qkv.dtype == torch.bfloat16,
-        _is_fp8(memory),
+        _kind(memory),
         epsilon,
     )
     _run("rotate_rows", job, qkv.numel())
@@ -184,8 +183,7 @@ def attend_query_tokens(
         queries.data_ptr(),
         queries.stride(0),
         out.data_ptr(),
-        queries.dtype == torch.bfloat16,
-        _is_fp8(memory),
+        _kind(memory),
         head_dim**-0.5,
     )
     _run("attend_last_tokens", job, 2 * seen.tokens * kv_heads * head_dim)
@@ -199,11 +197,15 @@ def attend_prefill(
     start: int,
     out: torch.Tensor,
     scratch: torch.Tensor,
+    is_rounded: bool,
 ) -> None:
     """queries [tokens, heads, head_dim] of one sequence, from token `start` on -> out, same size.
 
-    memory [pages, 2, kv_heads, block_tokens, head_dim]: KV of one layer. scratch: contiguous, with
-    at least `prefill_scratch` scalars.
+    memory [pages, 2, kv_heads, block_tokens, head_dim]: KV of one layer.
+
+    scratch: bfloat16, contiguous, with at least `prefill_scratch` scalars.
+
+    is_rounded: round queries, and the weights of V, to bfloat16. Some CPUs are faster with it.
     """
     tokens, heads, head_dim = queries.shape
     _, _, kv_heads, block_tokens, _ = memory.shape
@@ -226,7 +228,8 @@ def attend_prefill(
         out.data_ptr(),
         scratch.data_ptr(),
         scratch.data_ptr() + need // 2 * scratch.element_size(),
-        _is_fp8(memory),
+        _kind(memory),
+        is_rounded,
         head_dim**-0.5,
     )
     _run("pack_prefill", job, need)
@@ -239,9 +242,45 @@ def prefill_scratch(context_tokens: int, kv_heads: int, head_dim: int) -> int:
     return 2 * kv_heads * rounded_up(context_tokens, PREFILL_TILE_TOKENS) * head_dim
 
 
-def _is_fp8(memory: torch.Tensor) -> bool:
-    """Whether pages hold fp8, the only KV dtype with scalars of one byte."""
-    return memory.element_size() == 1
+def multiply_rows(
+    inputs: torch.Tensor,
+    words: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    is_added: bool,
+    rounded: tuple[torch.Tensor, int, int] | None,
+) -> None:
+    """out = (or +=) inputs @ weight.T + bias; the arguments of mixed_products.py.
+
+    words: the packed weight. rounded: None, or scratch for inputs in bfloat16, and the addresses of
+    brgemm and of the function that ends its use.
+    """
+    rows, width = inputs.shape
+    scratch, brgemm, release = rounded or (None, None, None)
+    job = _ProductJob(
+        0,
+        rows,
+        width,
+        out.shape[1],
+        inputs.stride(0),
+        inputs.data_ptr(),
+        words.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        is_added,
+        None if scratch is None else scratch.data_ptr(),
+        brgemm,
+        release,
+    )
+    if scratch is not None:
+        _run("round_rows", job, scratch.numel())
+        job.next = 0
+    _run("multiply_rows", job, words.numel())
+
+
+def _kind(memory: torch.Tensor) -> int:
+    """Number of the pages' dtype in native.c: IS_FLOAT32, IS_BF16, IS_FP8."""
+    return {4: 0, 2: 1, 1: 2}[memory.element_size()]
 
 
 def _run(name: str, job: ctypes.Structure, scalars: int) -> None:

@@ -12,18 +12,22 @@ import math
 import torch
 
 from backends.engine.model_config import RopeConfig
+from backends.engine.torch.mixed_products import activations_dtype
 
 
 def rope_table(
     rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """[positions, 2, head_dim]: cosines, signed sines. `head_dim`: rotated scalars of a head."""
+    """[positions, 2, head_dim]: cosines, signed sines, in the dtype of activations.
+
+    `head_dim`: rotated scalars of a head; `dtype`: of the model's weights.
+    """
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), _frequencies(rope, head_dim))
     cosines, sines = angles.cos() * rope.table_factor, angles.sin() * rope.table_factor
     table = torch.stack(
         [torch.cat([cosines, cosines], dim=1), torch.cat([-sines, sines], dim=1)], dim=1
     )
-    return table.to(device=device, dtype=dtype)
+    return table.to(device=device, dtype=activations_dtype(dtype, device))
 
 
 def rotate_in_place(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:

@@ -63,8 +63,11 @@ class TorchEngine:
         self._memory = memory
         self._transformer = transformer
         self._dtype = transformer.dtype
-        if layout.dtype == "fp8":  # fp8 KV differs with the dtype in which K and V were computed
-            self.tp_shape = f"tp1 in {str(self._dtype).removeprefix('torch.')}"
+        # The bytes of K and V differ with the dtype of weights and of activations.
+        dtypes = dict.fromkeys((transformer.weights.dtype, self._dtype))
+        if layout.dtype == "fp8" or len(dtypes) > 1:
+            names = "+".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            self.tp_shape = f"tp1 in {names}"
         # A pipeline stage has no layer-wise prefill and no recorded decode steps.
         is_whole = len(self.layers) == layout.layers
         self.rings = RingLayout(layout.layers) if is_whole else None

@@ -47,8 +47,10 @@ class Transformer:
         if config.latent is not None:
             self.attention = LatentAttention(memory, config.heads, config.latent, rope)
         else:
-            self.attention = GroupedAttention(memory, config.heads, rope, self._norm, kernels)
-        self.dtype = rope.dtype  # of hidden states
+            self.attention = GroupedAttention(
+                memory, config.heads, rope, self._norm, kernels, weights.dtype
+            )
+        self.dtype = rope.dtype  # of hidden states: `activations_dtype` of the weights
         self._page_layers = memory.layout.layers  # layers in a page or ring buffer
 
     def over(self, memory: KvMemory) -> Transformer:
@@ -96,14 +98,14 @@ class Transformer:
         weights = self.weights
         if hidden is None:
             assert weights.embedding is not None, "a later stage needs hidden states"
-            hidden = F.embedding(plan.token_ids, weights.embedding)
+            hidden = F.embedding(plan.token_ids, weights.embedding).to(self.dtype)
         attention, angles = self.attention, self.attention.angles(plan)
         last = len(weights.layers) - 1 if weights.logits is not None else -1
         layers = range(len(weights.layers)) if layers is None else layers
         for index in layers:
             layer = weights.layers[index]
             step = LayerStep(index % self._page_layers, layer.attention, plan, angles)
-            queries = attention.project(step, self._norm(hidden))
+            queries = attention.project(step, self._norm(hidden, layer.input_norm))
             if on_layer is not None:
                 on_layer(index)
             if index != last:
@@ -114,7 +116,7 @@ class Transformer:
                     queries = queries.index_select(0, plan.last_rows)
                 seen = attention.query_tokens(step, queries)
             hidden = layer.output.add_to(hidden, seen)
-            hidden = layer.feed_forward.add_to(hidden, self._norm(hidden))
+            hidden = layer.feed_forward.add_to(hidden, self._norm(hidden, layer.inner_norm))
         is_over = layers.stop == len(weights.layers)
         if weights.logits is None or weights.last_norm is None or not is_over:
             return hidden

@@ -2,8 +2,9 @@
 
 Fused: the projections of q, k and v are one matrix, and those of gate and up are one. Folded: the
 weight of an RMS norm is multiplied into the columns of the next matrix, in float32 and rounded
-once. Exceptions are the last norm and Qwen3's norms of q and k. The scales of fp8 K and V are
-folded into matrices or norms too, so attention does not need them.
+once. Exceptions are the last norm and Qwen3's norms of q and k. With bfloat16 weights and float32
+activations, layer norms are not folded, because rounding the product again would add an error. The
+scales of fp8 K and V are folded into matrices or norms too, so attention does not need them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from backends.engine.torch.layers.feed_forward import (
 from backends.engine.torch.layers.grouped_attention import GroupedWeights
 from backends.engine.torch.layers.latent_attention import LatentWeights
 from backends.engine.torch.linear import Linear
+from backends.engine.torch.mixed_products import activations_dtype
 from mooncake_store.layout import LayerRange
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,8 @@ class LayerWeights:
     attention: GroupedWeights | LatentWeights
     output: Linear  # attention's output projection
     feed_forward: FeedForward
+    input_norm: torch.Tensor | None = None  # [hidden]; None: folded into the next matrices
+    inner_norm: torch.Tensor | None = None  # [hidden], before the feed-forward; None: folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,11 @@ class Weights:
     layers: list[LayerWeights]
     last_norm: torch.Tensor | None  # [hidden], not folded into the head; None: not the last stage
     logits: Linear | None  # the head (lm_head); None: not the last stage
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the matrices."""
+        return self.layers[0].output.dtype
 
 
 def expected_shapes(config: ModelConfig, has_own_head: bool = False) -> dict[str, tuple[int, ...]]:
@@ -166,7 +175,7 @@ def load_weights(
             ", ".join(unread[:NAMED_MAX]),
             more,
         )
-    loader = _Loader(checkpoint, dtype, device)
+    loader = _Loader(checkpoint, dtype, activations_dtype(dtype, device), device)
     loaded = [
         _load_layer(loader, config, layer, is_kv_fp8) for layer in range(wanted.first, wanted.stop)
     ]
@@ -174,7 +183,7 @@ def load_weights(
     if is_first or (is_last and config.has_tied_embeddings):
         embedding = head = loader.place(loader.read("model.embed_tokens.weight"))
     if is_last:
-        last_norm = loader.place(loader.read("model.norm.weight"))
+        last_norm = loader.place_activations(loader.read("model.norm.weight"))
         if has_head:
             own_head = loader.place(loader.read(HEAD))
             if head is None or not torch.equal(own_head, head):
@@ -197,7 +206,8 @@ class _Loader:
     """Reads tensors as float32 on the CPU and places results on the device."""
 
     checkpoint: Checkpoint
-    dtype: torch.dtype
+    dtype: torch.dtype  # of matrices
+    activations: torch.dtype  # of the activations, and so of norms and biases
     device: torch.device
     found: list[str] = field(default_factory=list)  # one line per tensor with wrong values
 
@@ -229,6 +239,17 @@ class _Loader:
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
+    def place_activations(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Place a tensor that is added to activations or multiplied with them."""
+        return tensor.to(device=self.device, dtype=self.activations).contiguous()
+
+    def norm(self, name: str) -> tuple[torch.Tensor | float, torch.Tensor | None]:
+        """A norm's weight: (factors to fold into the next matrices, weight of the norm itself)."""
+        weight = self.read(name)
+        if self.activations == self.dtype:
+            return weight, None
+        return 1.0, self.place_activations(weight)
+
     def linear(
         self,
         prefix: str,
@@ -247,7 +268,7 @@ class _Loader:
             scaled = zip(names, parts, strict=True)
             return torch.cat([part.mul_(factors.get(name, 1.0)) for name, part in scaled])
 
-        bias = self.place(stacked("bias")) if has_bias else None
+        bias = self.place_activations(stacked("bias")) if has_bias else None
         return Linear(self.place(stacked("weight").mul_(norm)), bias)
 
 
@@ -266,25 +287,27 @@ def _load_layer(loader: _Loader, config: ModelConfig, layer: int, is_kv_fp8: boo
         scales = _KvScales(loader.scale(prefix, KEY_SCALES), loader.scale(prefix, VALUE_SCALES))
     if config.latent is not None and scales != _KvScales():
         loader.found.append(f"{prefix}: scales of fp8 KV are not supported in latent attention")
-    input_norm = loader.read(prefix + "input_layernorm.weight")
-    inner_norm = loader.read(prefix + "post_attention_layernorm.weight")
+    input_factors, input_norm = loader.norm(prefix + "input_layernorm.weight")
+    inner_factors, inner_norm = loader.norm(prefix + "post_attention_layernorm.weight")
     attention = prefix + "self_attn."
     load = _load_experts if config.has_experts(layer) else _load_dense
-    feed_forward: FeedForward = load(loader, config, prefix + "mlp.", inner_norm)
+    feed_forward: FeedForward = load(loader, config, prefix + "mlp.", inner_factors)
     return LayerWeights(
         attention=(
-            _load_grouped(loader, config, attention, input_norm, scales)
+            _load_grouped(loader, config, attention, input_factors, scales)
             if config.latent is None
-            else _load_latent(loader, config, config.latent, attention, input_norm)
+            else _load_latent(loader, config, config.latent, attention, input_factors)
         ),
         # Pages hold V / scale, so attention's result is too small by that factor.
         output=loader.linear(attention, ("o_proj",), config.has_output_bias, scales.value),
         feed_forward=feed_forward,
+        input_norm=input_norm,
+        inner_norm=inner_norm,
     )
 
 
 def _load_grouped(
-    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor, scales: _KvScales
+    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor | float, scales: _KvScales
 ) -> GroupedWeights:
     # Scores q x K do not change if q is multiplied by the scale and K is divided by it. Qwen3's
     # norms of q and k would cancel factors before them, so the factors are in these norms.
@@ -295,11 +318,11 @@ def _load_grouped(
         return GroupedWeights(linear)
     q_norm = loader.read(prefix + "q_norm.weight").expand(config.heads, -1) * scales.key
     k_norm = loader.read(prefix + "k_norm.weight").expand(config.kv_heads, -1) / scales.key
-    return GroupedWeights(linear, loader.place(torch.cat([q_norm, k_norm])))
+    return GroupedWeights(linear, loader.place_activations(torch.cat([q_norm, k_norm])))
 
 
 def _load_dense(
-    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor
+    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor | float
 ) -> DenseFeedForward:
     return DenseFeedForward(
         loader.linear(prefix, ("gate_proj", "up_proj"), config.has_mlp_bias, norm),
@@ -308,7 +331,7 @@ def _load_dense(
 
 
 def _load_experts(
-    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor
+    loader: _Loader, config: ModelConfig, prefix: str, norm: torch.Tensor | float
 ) -> ExpertsFeedForward:
     assert config.experts is not None
     router = Router(
@@ -326,7 +349,11 @@ def _load_experts(
 
 
 def _load_latent(
-    loader: _Loader, config: ModelConfig, latent: LatentConfig, prefix: str, norm: torch.Tensor
+    loader: _Loader,
+    config: ModelConfig,
+    latent: LatentConfig,
+    prefix: str,
+    norm: torch.Tensor | float,
 ) -> LatentWeights:
     def halved(rotary: torch.Tensor) -> torch.Tensor:
         """Reorder interleaved rows of `rotary` [..., rows, columns]: even rows, then odd rows."""
@@ -354,10 +381,11 @@ def _load_latent(
         down_bias = torch.cat([down_bias[: latent.rank], halved(down_bias[latent.rank :])])
         no_bias = torch.zeros(len(first))
         first_bias = loader.read(prefix + "q_a_proj.bias") if latent.query_rank else no_bias
-        bias = loader.place(torch.cat([first_bias, down_bias.squeeze(1)]))
+        bias = loader.place_activations(torch.cat([first_bias, down_bias.squeeze(1)]))
     up = loader.read(prefix + "kv_b_proj.weight") * loader.read(prefix + "kv_a_layernorm.weight")
     keys, values = up.view(config.heads, -1, latent.rank).split(
         [latent.plain_dim, latent.value_dim], dim=1
     )
     into = Linear(loader.place(torch.cat([first, down])), bias)
-    return LatentWeights(into, from_latent, loader.place(keys), loader.place(values))
+    keys, values = loader.place_activations(keys), loader.place_activations(values)
+    return LatentWeights(into, from_latent, keys, values)

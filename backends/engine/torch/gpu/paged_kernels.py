@@ -129,7 +129,7 @@ def plain(pages: torch.Tensor, sequences: PagedSequences, queries: torch.Tensor)
         sequences.counts.tolist(), sequences.contexts.tolist(), sequences.tables, strict=True
     ):
         own = table[: blocks_touched(context, block_tokens)]
-        kv = pages.index_select(0, torch.from_numpy(own).to(pages.device))
+        kv = pages.index_select(0, torch.from_numpy(own).to(pages.device)).to(queries.dtype)
         keys, values = kv.permute(1, 2, 0, 3, 4).reshape(2, kv_heads, -1, head_dim).unbind(0)
         rows, target = (
             tensor[first : first + count].unflatten(1, (kv_heads, -1)) for tensor in (queries, out)

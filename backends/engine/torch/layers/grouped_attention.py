@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from backends.engine.torch import native_layers
+from backends.engine.torch import mixed_products, native_layers
 from backends.engine.torch.gpu import paged_kernels
 from backends.engine.torch.gpu.paged_plan import PagedAttend, PagedKernels
 from backends.engine.torch.kv_memory import KvMemory
@@ -44,6 +44,7 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         rope: torch.Tensor,
         norm: RmsNorm,
         kernels: PagedKernels | None,
+        weights_dtype: torch.dtype,
     ) -> None:
         layout = memory.layout
         assert heads % layout.kv_heads == 0, (heads, layout.kv_heads)
@@ -53,12 +54,10 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         self.shared = heads // layout.kv_heads  # query heads per KV head
         self.head_dim = layout.head_dim
         self._norm = norm
-        self._packed = rope.new_empty(0)  # scratch of `attend_prefill`; grows as needed
-        self.reads_seen = (
-            native_layers.serves(self._packed) and self.head_dim <= native_layers.HEAD_DIM_MAX
-        )
-        self.is_native_prefill = native_layers.serves_prefill(
-            self._packed, self.shared, self.head_dim
+        self._packed = torch.empty(0, dtype=torch.bfloat16)  # scratch of `attend_prefill`; grows
+        self.reads_seen = native_layers.serves(rope) and self.head_dim <= native_layers.HEAD_DIM_MAX
+        self.is_native_prefill = weights_dtype == torch.bfloat16 and native_layers.serves_prefill(
+            rope, self.shared, self.head_dim
         )
 
     def angles(self, plan: StepPlan) -> torch.Tensor | None:
@@ -150,9 +149,17 @@ class GroupedAttention(PagedAttention[GroupedWeights]):
         if self.is_native_prefill:
             need = native_layers.prefill_scratch(span.end, self.kv_heads, self.head_dim)
             if need > self._packed.numel():
-                self._packed = queries.new_empty(2 * need)
+                self._packed = self._packed.new_empty(2 * need)
             pages = self.memory.pool[:, step.page_layer]
-            native_layers.attend_prefill(queries, pages, span.pages, span.start, out, self._packed)
+            native_layers.attend_prefill(
+                queries,
+                pages,
+                span.pages,
+                span.start,
+                out,
+                self._packed,
+                mixed_products.rounds(span.tokens),
+            )
             return
         keys, values = self.gather(step, span.page_rows, 1)
         grouped = (span.tokens, self.kv_heads, self.shared, self.head_dim)

@@ -36,7 +36,7 @@ class PagedAttention(ABC, Generic[LayerWeights]):
         self.memory = memory
         self.heads = heads
         self.value_dim = value_dim
-        self.rope = rope  # in the dtype of queries and of gathered KV
+        self.rope = rope  # in the dtype of queries: of activations
         self.is_fp8 = memory.layout.dtype == "fp8"
         self.kernels: PagedKernels | None = None  # kernels for which steps have to be planned
         self.reads_seen = False  # `query_tokens` reads the pages from the plan's `seen`
@@ -101,13 +101,14 @@ class PagedAttention(ABC, Generic[LayerWeights]):
     def write(self, step: LayerStep[LayerWeights], kv: torch.Tensor) -> None:
         """Write kv [rows of the plan, heads of K then V (or 1 latent), head_dim] to the pages."""
         kv = kv[: step.plan.tokens]
-        rows = fp8.rounded(kv) if self.is_fp8 else kv
-        self.memory.token_rows[step.page_layer].index_put_((step.plan.token_rows,), rows)
+        target = self.memory.token_rows[step.page_layer]
+        rows = fp8.rounded(kv) if self.is_fp8 else kv.to(target.dtype)
+        target.index_put_((step.plan.token_rows,), rows)
 
     def gather(
         self, step: LayerStep[LayerWeights], page_rows: torch.Tensor, sequences: int
     ) -> torch.Tensor:
-        """KV [kv_factor, sequences, kv_heads, tokens of the pages, head_dim].
+        """KV [kv_factor, sequences, kv_heads, tokens of the pages, head_dim], dtype of queries.
 
         The result is valid until the next call.
         """
@@ -123,5 +124,6 @@ class PagedAttention(ABC, Generic[LayerWeights]):
             torch.index_select(rows, 0, page_rows, out=gathered)
         if self.is_fp8:
             gathered = fp8.widened(gathered, self.rope.dtype)
+        gathered = gathered.to(self.rope.dtype)
         layout = self.memory.layout
         return gathered.view(layout.kv_factor, sequences, layout.kv_heads, -1, layout.head_dim)

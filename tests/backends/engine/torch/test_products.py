@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from backends.engine.interface import Work
-from backends.engine.torch import onednn
+from backends.engine.torch import mixed_products, onednn
 from backends.engine.torch.layers import causal_attention
 from backends.engine.torch.layers.feed_forward import DenseFeedForward
 from backends.engine.torch.linear import Linear
@@ -22,6 +22,7 @@ from tests.backends.engine.checkpoints import make_checkpoint
 
 @pytest.fixture(params=["fast", "public"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(mixed_products, "serves", lambda weight: False)  # test_mixed_products.py
     if request.param == "public":
         monkeypatch.setattr(onednn, "serves", lambda tensor: False)
     elif not onednn.serves(torch.zeros(1)):

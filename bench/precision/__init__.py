@@ -1,0 +1,1 @@
+"""How far is bfloat16 in the torch engine from float32, beside transformers?"""
