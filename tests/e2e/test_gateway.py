@@ -188,7 +188,7 @@ def test_an_operator_sees_workers_with_load_and_decisions_with_terms(
     with_key(browser, OPERATORS_KEY)
     names = "[...$('workers').rows].map((each) => each.cells[0].innerText)"
     wait_until(lambda: set(browser.value(names)) == WORKERS, "all workers to be there")
-    browser.wait("$('workers').innerText.includes('of 512')", "the pages of a worker")
+    browser.wait("$('workers').innerText.includes('of 2,048')", "the pages of a worker")
     browser.wait("$('nodes').rows.length === 2", "both storage nodes")
     browser.wait("$('decisions').children.length", "a decision")
     browser.value("$('decisions').firstChild.open = true")

@@ -127,9 +127,12 @@ def test_with_auto_limits_long_prompts_are_rejected_under_load_and_a_short_one_i
     server: Server,
 ) -> None:
     auto = {"ttft_slo_s": "auto", "tbt_slo_s": "auto", "shedding": "limit", "policy": "adaptive"}
+    fixed = {"ttft_slo_s": 30, "tbt_slo_s": 1}  # an earlier test may have left the least of auto
+    set_parameters(server.repository, "conductor", fixed)
+    wait_until(lambda: ask(server, 399).decision["limits"]["ttft_slo_s"] == 30, "fixed limits")
     set_parameters(server.repository, "conductor", auto)
     wait_until(
-        lambda: ask(server, 400).decision.get("limits", {}).get("ttft_slo_s") == 1.0,
+        lambda: ask(server, 400).decision["limits"]["ttft_slo_s"] == 1.0,
         "the limit of a short prompt to be the least of auto",
     )
     wait_until(server.is_idle, "an idle start")
