@@ -122,6 +122,9 @@ def main(
             "requests": requests,
             "light_requests": light,
             "checkpoint": checkpoint.name,
+            "vllm": VLLM,
+            "kv_bytes": KV_BYTES,
+            "cores": len(os.sched_getaffinity(0)),
         }
         store.check(settings)
         with console.status("the environments of vLLM and its router ..."):
@@ -132,9 +135,6 @@ def main(
         mooncake_repository(machine)
         run.constants |= {
             **settings,
-            "vllm": VLLM,
-            "cores": len(cores),
-            "kv_bytes": KV_BYTES,
             "fixed": f"TTFT <= {FIXED_TTFT_S:g} s, TPOT <= {1e3 * FIXED_TPOT_S:g} ms",
             "paper": f"TTFT <= {PAPER_TTFT:g}x, TPOT <= {PAPER_TPOT:g}x of idle vLLM",
         }

@@ -1,4 +1,7 @@
-"""A server's capacity: the highest rate at which 90 % of the offered requests are good.
+"""A server's capacity: the highest rate at which it keeps 90 % of its good requests.
+
+A slow machine cannot answer the longest prompts in time even when it is idle. So the shares of the
+search are relative to `attainable_share`.
 
 Search by steps, then by bisection. From a first rate, go up or down by STEP until one rate passes
 and the next one fails. Then try geometric means until both differ by less than PRECISION. The
@@ -10,11 +13,25 @@ Pure. Not here: sending requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from bench.headline.goodput import FIXED_TPOT_S, FIXED_TTFT_S, IdleTimes
+from bench.headline.traces import TraceRequest
 
 GOOD_SHARE_MIN = 0.9
 FIRST_PER_S, STEP, PRECISION = 0.75, 1.3, 1.15
 LOWEST_PER_S, HIGHEST_PER_S = 0.05, 50.0
+
+
+def attainable_share(requests: Sequence[TraceRequest], idle: IdleTimes) -> float:
+    """Share of the requests that the idle server answers in time (`fixed`), without its cache."""
+    kept = 0
+    for request in requests:
+        ttft_s, tpot_s = idle.times_s(request.prompt_tokens)
+        kept += ttft_s <= FIXED_TTFT_S and tpot_s <= FIXED_TPOT_S
+    if not kept:
+        raise ValueError("an idle vLLM answers no request in time here; the machine is too slow")
+    return kept / len(requests)
 
 
 def next_rate(good_shares: Mapping[float, float]) -> float | None:

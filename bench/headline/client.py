@@ -24,15 +24,24 @@ VARIABLES = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS"
 
 
 def send(
-    vllm_bin: Path, checkpoint: Path, base_url: str, requests: Sequence[TraceRequest], folder: Path
+    vllm_bin: Path,
+    checkpoint: Path,
+    base_url: str,
+    requests: Sequence[TraceRequest],
+    folder: Path,
+    at_once_max: int | None = None,
 ) -> list[RequestDetail]:
-    """Details in the order of `requests`; raises ClientFailed. `folder` gets the client's files."""
+    """Details in the order of `requests`; raises ClientFailed. `folder` gets the client's
+    files. A request waits, unmeasured, while `at_once_max` others run."""
     folder.mkdir(parents=True, exist_ok=True)
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     (folder / "trace.jsonl").write_text(to_lines(requests), "utf-8")
     run_s_max = requests[-1].at_s + DRAIN_S_MAX
-    run_client(command(vllm_bin, checkpoint, base_url, len(requests)), folder, VARIABLES, run_s_max)
+    words = command(vllm_bin, checkpoint, base_url, len(requests))
+    if at_once_max is not None:
+        words += ["--max-concurrency", str(at_once_max)]
+    run_client(words, folder, VARIABLES, run_s_max)
     return details(json.loads(result.read_text("utf-8")), requests)
 
 

@@ -73,9 +73,14 @@ class IdleTimes:
 
     def limits_s(self, prompt_tokens: int) -> tuple[float, float]:
         """(TTFT, TPOT) limits by the paper's definition."""
+        ttft_s, tpot_s = self.times_s(prompt_tokens)
+        return PAPER_TTFT * ttft_s, PAPER_TPOT * tpot_s
+
+    def times_s(self, prompt_tokens: int) -> tuple[float, float]:
+        """(TTFT, TPOT) of a prompt of this length."""
         return (
-            PAPER_TTFT * self._between(prompt_tokens, self.ttft_s),
-            PAPER_TPOT * self._between(prompt_tokens, self.tpot_s),
+            self._between(prompt_tokens, self.ttft_s),
+            self._between(prompt_tokens, self.tpot_s),
         )
 
     def _between(self, prompt_tokens: int, values: Sequence[float]) -> float:

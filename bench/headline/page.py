@@ -48,6 +48,9 @@ LEAD = (
     "requests are not good. Goodput is the share of good requests times the offered rate.",
     "Each system has the same memory for KV, all cores, and empty caches in each round. The "
     "client runs on the same cores.",
+    "vLLM has no admission control. This project rejects by its default limits, 10 and 5 times the "
+    "unloaded times of a request. Times in the tables are of answered requests only. The trace is "
+    "compressed: an hour of conversations takes minutes.",
 )
 
 

@@ -71,6 +71,8 @@ def headline_targets(rows: Sequence[Row]) -> list[Target]:
                 if (value := _value(rows, system, trace, HEAVY, column)) is not None
             }
             best = max(known, key=lambda system: known[system], default=None)
+            if not {"vllm-tuned", "vllm-two"} <= known.keys():
+                best = None  # nothing is known of the best of them
             name = f"{kind}_{trace}_{HEAVY:g}_over"
             found.append(_ratio(f"{name}_vllm", ours, vllm, ">=", OVER_VLLM, "vllm", floor))
             theirs = known[best] if best else None

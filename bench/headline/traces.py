@@ -128,21 +128,16 @@ def reusable_share(requests: Sequence[TraceRequest]) -> float:
     return found / max(1, sum(request.prompt_tokens for request in requests))
 
 
-def probes(
-    lengths_tokens: Sequence[int],
-    repeats: int,
-    output_tokens: int,
-    gap_s: float,
-    s_per_token: float,
-) -> list[TraceRequest]:
-    """Requests that meet an idle server: each begins long after the one before must have ended."""
-    found, at_s, block = [], 0.0, 0
+def probes(lengths_tokens: Sequence[int], repeats: int, output_tokens: int) -> list[TraceRequest]:
+    """Requests for an idle server, which share nothing. Send one at a time."""
+    found: list[TraceRequest] = []
+    block = 0
     for tokens in lengths_tokens:
         for _ in range(repeats):
             blocks = -(-tokens // BLOCK_TOKENS)
             ids = tuple(range(block, block + blocks))
-            found.append(TraceRequest(at_s, tokens, output_tokens, ids))
-            at_s, block = at_s + gap_s + tokens * s_per_token, block + blocks
+            found.append(TraceRequest(0.01 * len(found), tokens, output_tokens, ids))
+            block += blocks
     return found
 
 

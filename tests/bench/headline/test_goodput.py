@@ -103,6 +103,14 @@ def searched(true_per_s: float) -> tuple[float, dict[float, float]]:
     return capacity.capacity_per_s(tried), tried
 
 
+def test_attainable_is_what_the_idle_server_answers_in_time() -> None:
+    idle = IdleTimes((100, 300), (1.0, 3.0), (0.01, 0.02))
+    requests = [TraceRequest(0.0, tokens, 1, ()) for tokens in (50, 200, 201, 300)]
+    assert capacity.attainable_share(requests, idle) == 0.5
+    with pytest.raises(ValueError, match="too slow"):
+        capacity.attainable_share(requests[2:], idle)
+
+
 @pytest.mark.parametrize("true_per_s", [0.2, 0.61, 0.8, 1.0, 3.7])
 def test_search_ends_just_below_the_capacity(true_per_s: float) -> None:
     found, tried = searched(true_per_s)

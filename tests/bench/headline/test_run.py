@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.headline import environment, measure, systems, traces
+from bench.headline import environment, measure, systems
 from bench.headline.__main__ import chosen_systems
 from bench.headline.goodput import IdleTimes, RequestDetail
 from bench.headline.measure import CELLS, CONVERSATION, HEAVY, SYNTHETIC, Measurement, run_keys
@@ -20,7 +20,6 @@ from bench.headline.summary import headline_targets, round_rows, summary_rows
 from bench.headline.systems import KV_BYTES, SYSTEMS, Machine, ServerCommand, plan_of, worker_kv
 from bench.headline.traces import TraceRequest
 from loadtest.harness.result import Result
-from loadtest.harness.server import CannotMeasure
 
 IDLE = IdleTimes((100,), (0.3,), (0.02,))
 SMOLLM2 = {
@@ -165,7 +164,13 @@ class FakeRun:
         yield 1.0
 
     def send(
-        self, bin_: Path, model: Path, url: str, requests: Sequence[TraceRequest], folder: Path
+        self,
+        bin_: Path,
+        model: Path,
+        url: str,
+        requests: Sequence[TraceRequest],
+        folder: Path,
+        at_once_max: int | None,
     ) -> object:
         self.sent += 1
         self.requests.append(len(requests))
@@ -234,13 +239,6 @@ def test_a_failed_search_leaves_the_first_option(
     run.run(["vllm-tuned", "mooncake"], 1)
     assert run.chosen("vllm-tuned") == {"batched_tokens": 256}
     assert {cell.key.system for cell in run.store.cells()} == {"mooncake"}
-
-
-def test_idle_times_of_a_busy_machine_are_refused() -> None:
-    probes = traces.probes((32, 64), 1, 16, 1.0, 0.0)
-    measure.check_alone(probes, [detail(), detail()])
-    with pytest.raises(CannotMeasure, match=r"32 tokens took idle vLLM 9\.0 s"):
-        measure.check_alone(probes, [detail(ttft_s=9.0), detail()])
 
 
 def test_other_settings_do_not_continue_a_run(tmp_path: Path) -> None:
