@@ -59,7 +59,9 @@ too: [cluster.md](cluster.md).
 
 TOGETHER = """`checkpoint`, `dtype`, `kv_dtype` and `block_tokens` are the *fingerprint* of a
 worker, with TensorRT-LLM `tp_size`, `page_tokens` and `handoff` too: all workers of a pool have the
-same, and they are changed with the server stopped."""
+same, and they are changed with the server stopped. With `dtype` bfloat16, a CPU with AVX-512 and a
+C compiler computes between the matrices in float32, and others do not: both kinds of hosts cannot
+be in one pool."""
 
 STAGES = """The stages of a group have one `checkpoint`, `dtype`, `kv_dtype`, `block_tokens`,
 `kv_bytes`, `context_tokens_max` and `chunk_tokens`, and the torch engine; they may be on other

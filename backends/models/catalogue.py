@@ -54,10 +54,10 @@ def checkpoint_of(name_or_path: str, root: Path) -> Path | None:
     `name_or_path`: a folder, or the name of a fetched or imported model. `root`: the folder with
     the fetched and imported models, such as CHECKPOINTS_DIR.
     """
-    if name_or_path in KNOWN:
-        return root / name_or_path if is_fetched(name_or_path, root / name_or_path) else None
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
+    if name_or_path in KNOWN:
+        return root / name_or_path if is_fetched(name_or_path, root / name_or_path) else None
     imported = root / name_or_path
     is_name = Path(name_or_path).name == name_or_path
     return imported if is_name and source_of(imported) else None
@@ -65,7 +65,8 @@ def checkpoint_of(name_or_path: str, root: Path) -> Path | None:
 
 def is_fetched(name: str, folder: Path) -> bool:
     """Whether `folder` holds this known model, complete (placing.py)."""
-    return source_of(folder).get("sha256") == KNOWN[name].wheel_sha256
+    is_whole = (folder / "model.safetensors").exists()
+    return is_whole and source_of(folder).get("sha256") == KNOWN[name].wheel_sha256
 
 
 def source_of(folder: Path) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def _check_room(folder: Path, work_bytes: int) -> None:
     is_empty_folder = folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
     if (folder.exists() or folder.is_symlink()) and not is_empty_folder:
         raise ModelError(
-            f"{folder} holds something else; name another folder with --to, or remove it"
+            f"{folder} holds something else; remove it, or let `mooncake model` write to another "
+            "folder with --to"
         )
     free_bytes = shutil.disk_usage(folder.parent).free
     if free_bytes < work_bytes:

@@ -7,6 +7,7 @@ pool stays registered for transfers, and the rates of reads from the store nodes
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from mooncake_store import layout as kv_layout
 from mooncake_store.client.store import Store
 from mooncake_store.directory.client import DirectoryClient
 
+log = logging.getLogger(__name__)
 MEASURE_S_MAX = 4.0  # longest wait for store nodes that do not answer a rate measurement
 
 
@@ -70,11 +72,18 @@ class LastingParts:
 
 
 def _context_tokens_max(config: WorkerConfig, allowed: int, pages_max: int, folder: Path) -> int:
-    """Most tokens of prompt and output. Raises ConfigError if the setting is above `allowed`."""
-    wanted = config.context_tokens_max
+    """Most tokens of prompt and output. Raises ConfigError if the setting is above `allowed`.
+
+    `allowed`: tokens of the model's context, or of the KV memory if it is smaller.
+    """
+    wanted, kv_tokens = config.context_tokens_max, pages_max * config.block_tokens
+    is_kv_short = kv_tokens <= allowed
     if wanted > allowed:
+        what = "the KV memory" if is_kv_short else folder.name
+        remedy = "raise kv_bytes or lower it" if is_kv_short else "lower it or leave it 0"
         raise ConfigError(
-            f"context_tokens_max is {wanted}, but {folder.name} allows {allowed}; lower it or "
-            "leave it 0"
+            f"context_tokens_max is {wanted}, but {what} allows {allowed} tokens; {remedy}"
         )
-    return min(wanted or allowed, pages_max * config.block_tokens)
+    if is_kv_short and not wanted:
+        log.info("KV memory limits prompt and output to %d tokens; raise kv_bytes", kv_tokens)
+    return min(wanted or allowed, kv_tokens)

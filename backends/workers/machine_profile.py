@@ -22,7 +22,7 @@ from backends.workers.driver import Driver
 from conductor.estimates import estimates
 
 log = logging.getLogger(__name__)
-VERSION = 1  # increment it when the measured points or the fitted formulas change
+VERSION = 2  # increment it when the measured points, the formulas or the kernels change
 BUDGET_S = 4.0  # time limit of a measurement
 
 
@@ -41,7 +41,7 @@ def load_or_measure(
     folder = state_dir / "profiles"
     folder.mkdir(parents=True, exist_ok=True)
     share = () if len(engine.layers) == engine.layout.layers else (engine.layers,)
-    model = (engine.model_id, engine.weights_id, engine.layout)
+    model = (engine.model_id, engine.weights_id, engine.layout, engine.tp_shape)
     identity = repr((VERSION, hardware, *model, role, threads, *share))
     name = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
     path = folder / f"{role}-{name}.json"

@@ -19,6 +19,7 @@ from bench.headline.goodput import FIXED, PAPER
 from bench.headline.measure import CONVERSATION, HEAVY
 from bench.headline.summary import OURS, Row
 from bench.headline.systems import SYSTEMS
+from bench.headline.traces import ANSWERS_DIVISOR, LENGTHS_DIVISOR
 from loadtest.harness.result import Result, Target, shown
 from loadtest.report.page import NOTHING, PageTable, ReportPage, ReportTile, Section, write_page
 from loadtest.report.pictures.style import DASHED, MANY, NAMED, SETTINGS
@@ -43,7 +44,8 @@ CAPTION = (
 )
 LEAD = (
     "One machine, one model, one client. The client is vLLM's own `vllm bench serve`. It replays "
-    "Mooncake's published traces: whole conversations, prompts / 16, answers / 8.",
+    f"Mooncake's published traces: whole conversations, prompts / {LENGTHS_DIVISOR}, "
+    f"answers / {ANSWERS_DIVISOR}.",
     "A request is good when it was answered completely within both limits. Rejected and failed "
     "requests are not good. Goodput is the share of good requests times the offered rate.",
     "Each system has the same memory for KV, all cores, and empty caches in each round. The "

@@ -23,7 +23,7 @@ from bench.headline.systems import SERVER_FOLDER, ServerCommand, SystemPlan
 from loadtest.harness.server import CannotMeasure, last_lines
 
 READY_S_MAX = 900.0  # the first start of vLLM compiles
-STOP_S_MAX = 60.0
+STOP_S_MAX = 20.0
 POLL_S, PROBE_S_MAX = 0.5, 5.0
 NAMES_SHOWN = 4
 SHARED_MEMORY = Path("/dev/shm")
@@ -50,11 +50,25 @@ def running(plan: SystemPlan, logs: Path, progress: Callable[[str], None]) -> It
                 wait_ready(command, process, logs)
         yield time.perf_counter() - started_s
     finally:
-        for process in reversed(processes):
-            end(process)
+        with signals_held():
+            for process in reversed(processes):
+                end(process)
         if left := sorted(shared_memory() - before):
             names = ", ".join(path.name for path in left[:NAMES_SHOWN])
             progress(f"{len(left)} new files in {SHARED_MEMORY}, maybe of other programs: {names}")
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Ignore a second Ctrl-C or SIGTERM, which would leave servers behind."""
+    held = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in held:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
 
 
 def start(command: ServerCommand, logs: Path) -> subprocess.Popen[bytes]:

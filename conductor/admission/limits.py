@@ -7,16 +7,17 @@ a single request on an unloaded system. `auto` computes them for the length of e
     tbt_slo_s  = max(TBT_S_MIN,  TBT_FACTOR  * decode step of this request alone)
 
 Both times are those of the fastest worker of the role. They come from the coefficients that the
-worker measured before it took requests, without its measured speed. Three properties follow:
+worker measured before it took requests. A worker that proves faster than its coefficients shortens
+them. A slower one does not lengthen them. Three properties follow:
 
-- Load cannot change a limit. The speed ratio rises under load, and limits that followed it would
-  admit more when workers become slower.
-- A worker that restarts on a busy machine measures too long times. The limits do not change while
-  another worker is faster.
+- Load cannot loosen a limit. The speed ratio rises under load, and limits that followed it above 1
+  would admit more when workers become slower.
+- Coefficients that were measured beside other work are too long, for example when all workers of a
+  machine start at once. Requests correct them.
 - Cached tokens do not tighten the limit of a request.
 
-A role without measured coefficients says nothing about the machine. The limits are then
-UNMEASURED_TTFT_S and UNMEASURED_TBT_S, so that a cold start rejects no request.
+A role without measured coefficients has no unloaded time. The limits are then UNMEASURED_TTFT_S and
+UNMEASURED_TBT_S, so that a cold start rejects no request.
 
 Some rules need one service level for all requests: the target of the queues, the number of workers
 that a load needs, and the status pages. With `auto` these rules read `recent`, a moving average.
@@ -31,6 +32,7 @@ from typing import TypeAlias
 
 from conductor.config import AUTO, ConductorConfig
 from conductor.estimates.estimates import DecodeEstimate, PrefillEstimate
+from conductor.estimates.measured import SpeedRatio
 from conductor.estimates.pipeline import PipelineEstimate
 from conductor.load.cluster import Cluster
 from conductor.load.worker import WorkerState
@@ -46,7 +48,8 @@ TBT_RULE = f"auto: {STEP_SHARE:.0%} of {TBT_FACTOR:g}x unloaded, at least {TBT_S
 UNMEASURED_TTFT_S, UNMEASURED_TBT_S = 30.0, 1.0
 TYPICAL_TOKENS = 1_024  # the prompt for which workers are compared; `recent` before any request
 RECENT_WEIGHT = 1 / 64  # of one request in `recent`
-PrefillTime: TypeAlias = PrefillEstimate | PipelineEstimate
+_Prefill: TypeAlias = tuple[PrefillEstimate | PipelineEstimate, SpeedRatio]  # of a worker
+_Decode: TypeAlias = tuple[DecodeEstimate, SpeedRatio]
 
 
 class ServiceLimits:
@@ -55,7 +58,7 @@ class ServiceLimits:
     def __init__(self, config: ConductorConfig, cluster: Cluster) -> None:
         self._pools = cluster.prefills, cluster.decodes
         self._versions = (-1, -1)  # of the pools, when the fastest workers were chosen
-        self._fastest: tuple[PrefillTime | None, DecodeEstimate | None] = (None, None)
+        self._fastest: tuple[_Prefill | None, _Decode | None] = (None, None)
         self._ttft_s = None if config.ttft_slo_s == AUTO else config.ttft_slo_s
         self._tbt_s = None if config.tbt_slo_s == AUTO else config.tbt_slo_s
         # Share of tbt_slo_s up to which admission fills batches.
@@ -71,11 +74,15 @@ class ServiceLimits:
             if ttft_s is None:
                 ttft_s = UNMEASURED_TTFT_S
                 if prefill is not None:
-                    ttft_s = max(TTFT_S_MIN, TTFT_FACTOR * prefill.seconds(prompt_tokens, 0))
+                    estimate, speed = prefill
+                    prefill_s = min(1.0, speed.latest) * estimate.seconds(prompt_tokens, 0)
+                    ttft_s = max(TTFT_S_MIN, TTFT_FACTOR * prefill_s)
             if tbt_s is None:
                 tbt_s = UNMEASURED_TBT_S
                 if decode is not None:
-                    tbt_s = max(TBT_S_MIN, TBT_FACTOR * decode.step_s(1, prompt_tokens))
+                    step, speed = decode
+                    step_s = min(1.0, speed.latest) * step.step_s(1, prompt_tokens)
+                    tbt_s = max(TBT_S_MIN, TBT_FACTOR * step_s)
         assert ttft_s is not None and tbt_s is not None
         return ttft_s, tbt_s
 
@@ -99,24 +106,27 @@ class ServiceLimits:
             tbt_s + RECENT_WEIGHT * (limits.tbt_slo_s - tbt_s),
         )
 
-    def _unloaded(self) -> tuple[PrefillTime | None, DecodeEstimate | None]:
-        """The estimates of the fastest measured workers; None for a role without one."""
+    def _unloaded(self) -> tuple[_Prefill | None, _Decode | None]:
+        """The estimate and the speed ratio of the fastest measured workers; None for a role without
+        one."""
         prefills, decodes = self._pools
         if (prefills.version, decodes.version) != self._versions:
             self._versions = (prefills.version, decodes.version)
             self._fastest = (_fastest_prefill(prefills.workers), _fastest_decode(decodes.workers))
+            self._recent = None  # limits of other workers
         return self._fastest
 
 
-def _fastest_prefill(workers: Iterable[WorkerState]) -> PrefillTime | None:
-    measured: list[PrefillTime] = [
-        worker.pipeline if len(worker.stages) > 1 else worker.pipeline.slowest
+def _fastest_prefill(workers: Iterable[WorkerState]) -> _Prefill | None:
+    """Stage 0 of an incomplete pipeline group has no time: it computes a part of the layers."""
+    measured: list[_Prefill] = [
+        (worker.pipeline if len(worker.stages) > 1 else worker.pipeline.slowest, worker.speed)
         for worker in workers
-        if all(stage.info.prefill_coefficients for stage in worker.stages)
+        if not worker.broken and all(stage.info.prefill_coefficients for stage in worker.stages)
     ]
-    return min(measured, key=lambda each: each.seconds(TYPICAL_TOKENS, 0), default=None)
+    return min(measured, key=lambda each: each[0].seconds(TYPICAL_TOKENS, 0), default=None)
 
 
-def _fastest_decode(workers: Iterable[WorkerState]) -> DecodeEstimate | None:
-    measured = [w.decode_estimate for w in workers if w.info.decode_coefficients]
-    return min(measured, key=lambda each: each.step_s(1, TYPICAL_TOKENS), default=None)
+def _fastest_decode(workers: Iterable[WorkerState]) -> _Decode | None:
+    measured = [(w.decode_estimate, w.speed) for w in workers if w.info.decode_coefficients]
+    return min(measured, key=lambda each: each[0].step_s(1, TYPICAL_TOKENS), default=None)

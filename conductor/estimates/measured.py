@@ -68,6 +68,11 @@ class SpeedRatio:
         ratio = (self._measured * kept + PRIOR) / (self._estimated * kept + PRIOR)
         return min(RATIO_MAX, max(1 / RATIO_MAX, ratio))
 
+    @property
+    def latest(self) -> float:
+        """The expected ratio at the time of the latest measurement."""
+        return self.at(self._at_s)
+
     def _kept(self, now_s: float) -> float:
         """The factor by which the sums have decayed since the last measurement; 1 is no decay."""
         return math.pow(2.0, -max(0.0, now_s - self._at_s) / HALF_LIFE_S)

@@ -883,7 +883,7 @@ void forecast_settle(const forecast_worker_t *of) {
 /* ---- torch engine: norms, rotary embedding, gates, attention of decode steps over paged KV
  *
  * Numbers are float32. Weights of matrices may be bfloat16 (the upper half of a float32). K and V in
- * pages may be bfloat16 or fp8 (e4m3: sign, 4 bits of exponent, 3 of mantissa). Vectors are AVX-512;
+ * pages may be float32, bfloat16 or fp8 (e4m3: sign, 4 bits of exponent, 3 of mantissa). Vectors are AVX-512;
  * without it torch computes (engine_vectors). Any number of threads run a function together, started by OpenMP's
  * GOMP_parallel, or one thread alone. All take their work from one counter, `next`. */
 
@@ -1422,8 +1422,9 @@ void slot_headers(uint64_t count, uint8_t *to, const uint64_t *offsets, const ui
  *
  * A matrix is packed: a 32-bit word has the bfloat16 of two consecutive inputs for one output. There
  * are two forms. The exact form multiplies float32 by widened bfloat16. The rounded form rounds the
- * rows to bfloat16, for CPUs that multiply pairs of bfloat16 faster (linear.py chooses). In the exact
- * form each sum is in the order of the inputs, so a row's result does not depend on other rows. */
+ * rows to bfloat16, for CPUs that multiply pairs of bfloat16 faster (mixed_products.py chooses). In
+ * the exact form each sum is in the order of the inputs, so a row's result does not depend on other
+ * rows. */
 
 typedef void (*brgemm_function)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, _Bool,
                                 const void *, const void *, float *, _Bool);
@@ -1570,7 +1571,7 @@ static void multiply_block(const product_job *job, int64_t block, int64_t first,
     }
 }
 
-/* linear.py: rows times a packed matrix. */
+/* mixed_products.py: rows times a packed matrix. */
 void multiply_rows(void *data) {
     product_job *job = data;
     const int64_t blocks = (job->outputs + COLUMNS - 1) / COLUMNS;

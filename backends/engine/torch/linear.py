@@ -33,6 +33,8 @@ class Linear:
         if self._mixed is not None:
             self._packed = self._plain = None
             return
+        if mixed_products.activations_dtype(weight.dtype, weight.device) != weight.dtype:
+            weight = weight.float()  # an odd number of inputs
         self._packed = onednn.pack(weight) if onednn.serves(weight) else None
         is_small = weight.dtype == torch.float32 and weight.nbytes <= PLAIN_BYTES_MAX
         self._plain = weight if self._packed is None or is_small else None

@@ -11,13 +11,16 @@ result to bfloat16. Rounded logits alone cause most of a bfloat16 model's error
 
 An Intel CPU without AMX multiplies bfloat16 at half the rate of float32, so the exact form is
 faster there. torch's brgemm is not a public interface. It is tested once, and the exact form is
-used if it is missing or wrong.
+used if it is missing or wrong. It has not run on a CPU with AMX.
+
+KV of the two forms differs by less than rounding KV to bfloat16, so they share a fingerprint.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +71,8 @@ def pack(weight: torch.Tensor) -> PackedWeight:
     words = weight.new_empty(-(-outputs // COLUMNS), inputs // 2, COLUMNS, 2)
     packed = function("pack_matrix", None, [_POINTER, _INT, _INT, _POINTER])
     assert packed is not None, "ask `serves` first"
-    packed(weight.contiguous().data_ptr(), outputs, inputs, words.data_ptr())
+    weight = weight.contiguous()
+    packed(weight.data_ptr(), outputs, inputs, words.data_ptr())
     return PackedWeight(words, outputs)
 
 
@@ -119,6 +123,10 @@ def _multiply(
 @functools.cache
 def _brgemm() -> _Brgemm | None:
     """torch's brgemm, if this CPU multiplies bfloat16 faster than float32; None: exact form."""
+    # With either variable, torch may have no kernel for it, and would end the process.
+    is_limited = any(name in os.environ for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"))
+    if is_limited or not torch.backends.mkldnn.is_available():
+        return None
     found = _found_brgemm() if _is_bfloat16_faster(_cpu_flags()) else None
     return found if found is not None and _is_right(found) else None
 
@@ -152,8 +160,9 @@ def _found_brgemm() -> _Brgemm | None:
 
 def _is_right(brgemm: _Brgemm) -> bool:
     """Compare the rounded form with torch's product."""
-    inputs = torch.linspace(-1, 1, 2 * ROUNDED_ROWS_MIN * 96).view(-1, 96)
-    weight = torch.linspace(-1, 2, 2 * COLUMNS * 96).view(-1, 96).bfloat16()
+    rows, width = 2 * ROUNDED_ROWS_MIN + 5, 104  # neither is a whole number of AMX tiles
+    inputs = torch.linspace(-1, 1, rows * width).view(-1, width)
+    weight = torch.linspace(-1, 2, 2 * COLUMNS * width).view(-1, width).bfloat16()
     out = torch.ones(len(inputs), len(weight))
     with torch.inference_mode():
         expected = 1 + inputs.bfloat16().float() @ weight.float().t()

@@ -275,7 +275,7 @@ def multiply_rows(
     if scratch is not None:
         _run("round_rows", job, scratch.numel())
         job.next = 0
-    _run("multiply_rows", job, words.numel())
+    _run("multiply_rows", job, rows * words.numel())
 
 
 def _kind(memory: torch.Tensor) -> int:

@@ -245,7 +245,7 @@ def test_a_folder_with_other_content_is_never_replaced(wheel: Path, tmp_path: Pa
     (tmp_path / "file").write_text("kept")
     for name in ("used", "file", ".", "/"):
         result = run("get", NAME, "--to", tmp_path / name)
-        assert result.exit_code == 1 and "holds something else; name another" in result.stderr
+        assert result.exit_code == 1 and "holds something else; remove it" in result.stderr
     assert (tmp_path / "used" / "note").read_text() == (tmp_path / "file").read_text() == "kept"
     (tmp_path / "empty").mkdir()
     assert run("get", NAME, "--to", tmp_path / "empty").exit_code == 0

@@ -169,7 +169,7 @@ def test_the_client_replays_the_trace_at_its_own_times(tmp_path: Path) -> None:
     words = command(tmp_path / "bin", tmp_path, "http://127.0.0.1:1", 7)
     options = dict(itertools.pairwise(words))
     assert options["--dataset-name"] == "timed_trace"
-    assert options["--timed-trace-chunk-hash-size"] == "32"
+    assert options["--timed-trace-chunk-hash-size"] == "16"
     assert options["--num-prompts"] == "7"
     assert options["--model"] == tmp_path.name  # as every system serves it
     assert "--request-rate" not in options

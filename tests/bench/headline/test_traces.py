@@ -63,13 +63,13 @@ def test_the_same_seed_chooses_the_same_requests_and_another_seed_others() -> No
 def test_lengths_are_divided_and_blocks_are_kept() -> None:
     long = TraceRow(1, 0.0, 14 * 512 - 410, 500, tuple(range(14)))
     [found] = traces.chosen([long], 1, 8_192, seed=1)
-    assert (found.prompt_tokens, found.output_tokens) == (round((14 * 512 - 410) / 16), 62)
+    assert (found.prompt_tokens, found.output_tokens) == (round((14 * 512 - 410) / 32), 31)
     [short] = traces.chosen([TraceRow(1, 0.0, 513, 1, (0, 1))], 1, 8_192, seed=1)
-    assert (short.prompt_tokens, short.output_tokens) == (33, 1)  # a token of the second block
+    assert (short.prompt_tokens, short.output_tokens) == (17, 1)  # a token of the second block
 
 
 def test_a_conversation_beyond_the_context_is_left_out_as_a_whole() -> None:
-    rows = [*ROWS, row(90, 0.0, (70, 71)), row(91, 3_000.0, (70, 71), output_tokens=80_000)]
+    rows = [*ROWS, row(90, 0.0, (70, 71)), row(91, 3_000.0, (70, 71), output_tokens=160_000)]
     found = traces.chosen(rows, 12, 8_192, seed=1, common_share=HALF)
     assert all(70 not in request.block_ids for request in found)
 
@@ -117,7 +117,7 @@ def test_probes_share_no_block() -> None:
 def test_the_published_traces_keep_their_reuse(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 8192}')
     found = read_traces(TRACES, tmp_path, 120, seed=1)
-    for name, reused, mean_tokens in ((CONVERSATION, 0.25, 500), (SYNTHETIC, 0.4, 500)):
+    for name, reused, mean_tokens in ((CONVERSATION, 0.25, 250), (SYNTHETIC, 0.4, 250)):
         requests = found[name]
         assert len(requests) == 120
         assert traces.reusable_share(requests) > reused

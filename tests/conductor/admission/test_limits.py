@@ -18,6 +18,7 @@ from conductor.load.cluster import Cluster
 from conductor.messages import AppliedLimits
 from mooncake_store.records.events import NodeUp, WorkerDown, WorkerReported, WorkerUp
 from tests.conductor.fleet import conductor, fleet, node, prompt, report, worker
+from tests.conductor.load.test_pipeline_groups import stage
 
 PREFILL, DECODE = (0.01, 1e-3, 1e-6), (0.02, 1e-3, 1e-6)
 
@@ -94,6 +95,28 @@ def test_slow_prefills_under_load_leave_the_service_levels_as_they_are() -> None
     assert max(each.speed_ratio for each in made.status(150.0)) > 2
     after = applied(made, 2_000)
     assert (after.ttft_slo_s, after.tbt_slo_s) == (before.ttft_slo_s, before.tbt_slo_s)
+
+
+def test_workers_that_are_faster_than_they_measured_shorten_the_service_levels() -> None:
+    made = conductor()
+    before = applied(made, 2_000)
+    for number in range(50):
+        now_s = 3.0 * number
+        made.on_events([WorkerReported(report(name)) for name in ("p0", "p1", "d0", "d1")], now_s)
+        assert isinstance(made.on_request(prompt(f"r{number}", prompt_tokens=500), now_s), Route)
+        made.on_prefill_finished(f"r{number}", now_s + 0.3, 0, 0.25)
+        made.on_finished(f"r{number}", now_s + 0.3)
+    assert applied(made, 2_000).ttft_slo_s < 0.8 * before.ttft_slo_s
+
+
+def test_a_stage_of_an_incomplete_pipeline_group_is_no_unloaded_system() -> None:
+    made = Conductor(ConductorConfig())
+    slow, part = (0.0, 8e-3, 0.0), (0.0, 2e-3, 0.0)
+    alone = worker("p0", "prefill", "s0", prefill_coefficients=slow)
+    first = stage(0, prefill_coefficients=part)
+    decode = worker("d0", "decode", "s0")
+    made.on_events([NodeUp(node("s0")), *map(WorkerUp, (alone, first, decode))], 0.0)
+    assert applied(made, 100).ttft_slo_s == pytest.approx(8.0)
 
 
 def test_workers_that_come_and_go_change_the_limits_at_once() -> None:

@@ -89,6 +89,14 @@ def test_an_odd_number_of_inputs_is_not_packed() -> None:
     assert not mixed_products.serves(torch.zeros(8, 6))
 
 
+def test_a_weight_with_an_odd_number_of_inputs_is_multiplied_in_float32() -> None:
+    torch.manual_seed(3)
+    weight, inputs = torch.randn(8, 7).bfloat16(), torch.randn(5, 7)
+    found = Linear(weight)(inputs)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, inputs @ weight.float().t(), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("cpu", "is_faster"),
     [
