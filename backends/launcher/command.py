@@ -228,7 +228,9 @@ def serve(
     checkpoint = served_checkpoint(checkpoint, default_checkpoint, model_repository)
     counts = {"prefill": prefill, "decode": decode}
     workers = {role: count for role, count in counts.items() if count is not None}
-    settings = ServeSettings(checkpoint, dtype or dtype_of(checkpoint), device, workers)
+    settings = ServeSettings(
+        checkpoint, dtype or dtype_of(checkpoint, model_repository), device, workers
+    )
     if not settings.is_empty:
         refuse_wrong_settings(model_repository, settings, named)
     sys.exit(

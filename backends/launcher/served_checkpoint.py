@@ -14,7 +14,7 @@ from backends.errors import ConfigError
 from backends.model_settings.repository_files import read_texts
 from backends.models import CHECKPOINTS_DIR, KNOWN, ModelError, Progress, checkpoint_of, fetch
 
-DEMO = "demo"
+DEMO, SHIPPED_DTYPE = "demo", "float32"  # in the shipped config.pbtxt files
 
 
 def named_checkpoint(name: str, progress: Progress, root: Path = CHECKPOINTS_DIR) -> str:
@@ -60,11 +60,17 @@ def default_checkpoint(
         return ""
 
 
-def dtype_of(checkpoint: str) -> str:
-    """ "bfloat16" if the checkpoint's config.json says so, otherwise ""."""
+def dtype_of(checkpoint: str, repository: Path) -> str:
+    """ "bfloat16" if the checkpoint's config.json says so, otherwise "".
+
+    "" also if a config.pbtxt has another dtype than the shipped float32: its author chose it.
+    """
     try:
+        texts = read_texts(repository).values()
+        if any(parameters_of(text).get("dtype", SHIPPED_DTYPE) != SHIPPED_DTYPE for text in texts):
+            return ""
         config = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8"))
         dtype = config.get("dtype") or config.get("torch_dtype")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, ConfigError):
         return ""  # the checks of the repository report what is wrong
     return "bfloat16" if dtype == "bfloat16" else ""

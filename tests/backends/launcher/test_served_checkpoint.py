@@ -11,7 +11,7 @@ import pytest
 from backends.errors import ConfigError
 from backends.launcher.served_checkpoint import default_checkpoint, dtype_of, named_checkpoint
 from backends.models import KNOWN, ModelError, no_progress
-from backends.models.catalogue import SOURCE_NAME
+from backends.models.catalogue import SOURCE_NAME, checkpoint_of
 from backends.shipped import shipped_repository
 
 NAME = "smollm2-135m"
@@ -32,10 +32,11 @@ def repository(folder: Path, checkpoint: str) -> Path:
 
 
 def fetched(root: Path) -> Path:
-    """A folder as `mooncake model get` leaves it, without the weights."""
+    """A folder as `mooncake model get` leaves it, with an empty file of weights."""
     folder = root / NAME
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    (folder / "model.safetensors").touch()
     (folder / SOURCE_NAME).write_text(json.dumps({"sha256": KNOWN[NAME].wheel_sha256}))
     return folder
 
@@ -103,8 +104,31 @@ def test_only_bfloat16_of_a_checkpoint_becomes_the_dtype(
     config: str, dtype: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(config)
-    assert dtype_of(str(tmp_path)) == dtype
+    assert dtype_of(str(tmp_path), shipped_repository()) == dtype
+
+
+def test_a_dtype_that_config_pbtxt_chose_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    models = repository(tmp_path / "models", "/mine")
+    config = models / "prefill_0/config.pbtxt"
+    chosen = 'parameters { key: "dtype" value { string_value: "float16" } }\n'
+    config.write_text(config.read_text() + chosen)
+    assert dtype_of(str(tmp_path), models) == ""
 
 
 def test_without_a_checkpoint_config_pbtxt_has_the_dtype() -> None:
-    assert dtype_of("") == "" and dtype_of("demo") == ""
+    models = shipped_repository()
+    assert dtype_of("", models) == "" and dtype_of("demo", models) == ""
+
+
+def test_a_folder_without_weights_is_fetched_again(tmp_path: Path) -> None:
+    (fetched(tmp_path) / "model.safetensors").unlink()
+    assert checkpoint_of(NAME, tmp_path) is None
+
+
+def test_a_folder_of_this_name_comes_before_a_known_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(NAME).mkdir()
+    assert checkpoint_of(NAME, tmp_path / "checkpoints") == Path(NAME)
