@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from backends.engine.checkpoint import Checkpoint
 from backends.engine.model_config import read_model_config
+from backends.engine.torch.mixed_products import activations_dtype
 from mooncake_store import layout as kv_layout
 from tests.backends.engine.checkpoints import make_checkpoint
 from tests.backends.small_tokenizers import DEMO
@@ -55,7 +57,10 @@ def test_options_serve_another_checkpoint_with_other_counts_of_workers(
     assert server.is_gone("decode_1"), "--decode 1 leaves the second one out"
     model = read_model_config(checkpoint)
     weights_id = Checkpoint.open(checkpoint).weights_id(model)
-    fingerprint = kv_layout.fingerprint(model.model_id, weights_id, model.layout("bfloat16", B))
+    is_mixed = activations_dtype(torch.bfloat16, torch.device("cpu")) == torch.float32
+    shape = "tp1 in bfloat16+float32" if is_mixed else "tp1"  # of this machine's CPU
+    layout = model.layout("bfloat16", B)
+    fingerprint = kv_layout.fingerprint(model.model_id, weights_id, layout, shape)
     wait_until(
         lambda: server.metric("mooncake_worker_info", fingerprint=fingerprint) == 4,
         "all four workers serve it in its dtype",
