@@ -25,9 +25,10 @@ def named_checkpoint(name: str, progress: Progress, root: Path = CHECKPOINTS_DIR
     """
     if name in ("", DEMO):
         return name
-    folder = checkpoint_of(name, root) or Path(name).expanduser()
-    if name in KNOWN and not checkpoint_of(name, root):
-        folder = fetch(name, root / name, progress)
+    found = checkpoint_of(name, root)
+    if found is None and name in KNOWN:
+        found = fetch(name, root / name, progress)
+    folder = found or Path(name).expanduser()
     if not folder.is_dir():
         known = ", ".join((DEMO, *KNOWN))
         raise ConfigError(
@@ -61,7 +62,7 @@ def default_checkpoint(
 
 
 def dtype_of(checkpoint: str, repository: Path) -> str:
-    """ "bfloat16" if the checkpoint's config.json says so, otherwise "".
+    """The dtype of a checkpoint whose config.json has bfloat16; "" for every other dtype.
 
     "" also if a config.pbtxt has another dtype than the shipped float32: its author chose it.
     """

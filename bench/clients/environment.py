@@ -61,23 +61,24 @@ def environment(name: str, requirements: Sequence[str], parent: Path) -> ClientE
         [sys.executable, "-m", "venv", str(folder)],
         [*pip, "install", "--quiet", *requirements],
     ):
-        _run(command, requirements)
+        install_step(command, " ".join(requirements), disk_gb=1.3)
     complete.write_text(wanted)
     return ClientEnvironment(folder, time.perf_counter() - started_s)
 
 
-def _run(command: Sequence[str], requirements: Sequence[str]) -> None:
+def install_step(
+    command: Sequence[str], what: str, disk_gb: float, s_max: float = INSTALL_S_MAX
+) -> None:
+    """Run one command of an installation; raises ClientFailed with the remedy."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=INSTALL_S_MAX, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=s_max, check=False)
     except subprocess.TimeoutExpired:
-        raise ClientFailed(f"{' '.join(command)} took over {INSTALL_S_MAX:.0f} s") from None
+        raise ClientFailed(f"{' '.join(command)} took over {s_max:.0f} s") from None
     if done.returncode:
         said = "\n".join(done.stderr.strip().splitlines()[-LINES_SHOWN:])
         raise ClientFailed(
-            f"cannot install {' '.join(requirements)}; it needs a package index (PyPI, or "
-            f"PIP_INDEX_URL) and 1.3 GB of disk. {command[0]} said:\n{said}"
+            f"cannot install {what}; it needs a package index (PyPI, or PIP_INDEX_URL) and "
+            f"{disk_gb:g} GB of disk. {command[0]} said:\n{said}"
         )
 
 

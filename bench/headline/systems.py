@@ -6,10 +6,10 @@
     vllm-pd     (c)  a prefill and a decode `vllm serve` that hand KV over by NIXL, same router
     mooncake    (d)  `mooncake serve --checkpoint` as shipped
 
-Each has KV_BYTES of memory for KV in all. vLLM keeps one core free by default on CPUs; here every
-system uses all cores, and so does the client. vLLM runs with Intel's OpenMP, as its manual
-says. Compiled code of vLLM stays in `state`. Ours divides its memory: half for the storage nodes,
-half for the workers' own pages.
+Each has KV_BYTES of memory for KV in all. vLLM keeps one core free by default on CPUs. Here every
+system uses all cores, and so does the client. vLLM runs with Intel's OpenMP, which its log advises.
+Compiled code of vLLM stays in `state`. Ours divides its memory: half for the storage nodes, half
+for the workers' own pages.
 
 Pure except `mooncake_repository`. Not here: starting and stopping (servers.py).
 """
@@ -17,7 +17,6 @@ Pure except `mooncake_repository`. Not here: starting and stopping (servers.py).
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -178,26 +177,8 @@ def mooncake_repository(machine: Machine) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(shipped_repository(), folder)
     workers = sorted(path.parent.name for path in folder.glob("*_[0-9]*/config.pbtxt"))
-    config = json.loads((machine.checkpoint / "config.json").read_text(encoding="utf-8"))
     for worker in workers:
-        text = (folder / worker / "config.pbtxt").read_text(encoding="utf-8")
-        set_parameters(folder, worker, worker_kv(text, config, KV_BYTES // 2 // len(workers)))
-
-
-def worker_kv(config_pbtxt: str, checkpoint: Mapping[str, int], kv_bytes: int) -> dict[str, int]:
-    """The parameter that gives a worker `kv_bytes`: as bytes, or as pages where it counts pages."""
-    if 'key: "kv_bytes"' in config_pbtxt:
-        return {"kv_bytes": kv_bytes}
-    block = re.search(r'key: "block_tokens" value { string_value: "(\d+)"', config_pbtxt)
-    assert block is not None, "a worker's config.pbtxt names block_tokens"
-    return {"kv_pages": max(2, kv_bytes // (int(block[1]) * kv_token_bytes(checkpoint)))}
-
-
-def kv_token_bytes(checkpoint: Mapping[str, int]) -> int:
-    """Bytes of a token's KV in bfloat16."""
-    heads = checkpoint["num_attention_heads"]
-    head = checkpoint.get("head_dim") or checkpoint["hidden_size"] // heads
-    return checkpoint["num_hidden_layers"] * 2 * checkpoint["num_key_value_heads"] * head * 2
+        set_parameters(folder, worker, {"kv_bytes": KV_BYTES // 2 // len(workers)})
 
 
 def url(port: int) -> str:

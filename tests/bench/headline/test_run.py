@@ -17,14 +17,11 @@ from bench.headline.page import save_picture, write_headline
 from bench.headline.resume import CellKey, MeasuredCell, ResumeFolder
 from bench.headline.servers import StartFailed
 from bench.headline.summary import headline_targets, round_rows, summary_rows
-from bench.headline.systems import KV_BYTES, SYSTEMS, Machine, ServerCommand, plan_of, worker_kv
+from bench.headline.systems import KV_BYTES, SYSTEMS, Machine, ServerCommand, plan_of
 from bench.headline.traces import TraceRequest
 from loadtest.harness.result import Result
 
 IDLE = IdleTimes((100,), (0.3,), (0.02,))
-SMOLLM2 = {
-    "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576,
-}  # fmt: skip
 PORTS = (1, 2, 3, 4, 5, 6)
 REQUESTS = [TraceRequest(float(n), 100, 3, (n,)) for n in range(4)]
 
@@ -86,7 +83,6 @@ def test_ours_is_served_as_shipped_but_for_its_memory(tmp_path: Path) -> None:
     assert words[words.index("--checkpoint") + 1] == "model"
     stores = int(words[words.index("--store-bytes") + 1]) * systems.STORE_NODES
     here = Machine(tmp_path, Path("bin"), None, (0,), tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
     systems.mooncake_repository(here)
     pages = 0
     for path in (tmp_path / "model_repository").glob("*_[0-9]*/config.pbtxt"):
@@ -96,14 +92,9 @@ def test_ours_is_served_as_shipped_but_for_its_memory(tmp_path: Path) -> None:
         own = next(line for line in path.read_text().splitlines() if 'key: "kv_' in line
                    and "dtype" not in line)  # fmt: skip
         number = int(own.split('string_value: "')[1].split('"')[0])
-        pages += number * (64 * systems.kv_token_bytes(SMOLLM2) if "kv_pages" in own else 1)
+        assert "kv_bytes" in own
+        pages += number
     assert 0.98 * KV_BYTES < stores + pages <= KV_BYTES
-
-
-def test_a_workers_memory_is_bytes_where_it_counts_bytes() -> None:
-    pages = 'parameters { key: "block_tokens" value { string_value: "64" } }'
-    assert worker_kv(pages, SMOLLM2, 64 * 23_040 * 10) == {"kv_pages": 10}
-    assert worker_kv('parameters { key: "kv_bytes" value {', SMOLLM2, 999) == {"kv_bytes": 999}
 
 
 @pytest.mark.parametrize(

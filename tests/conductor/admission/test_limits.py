@@ -83,15 +83,20 @@ def applied(made: Conductor, tokens: int, priority: int = 0) -> AppliedLimits:
     return found
 
 
-def test_slow_prefills_under_load_leave_the_service_levels_as_they_are() -> None:
-    made = conductor()
-    before = applied(made, 2_000)
+def serve_fifty(made: Conductor, ended_s: float, prefill_s: float) -> None:
+    """One request each 3 s, which ends `ended_s` after its arrival."""
     for number in range(50):
         now_s = 3.0 * number
         made.on_events([WorkerReported(report(name)) for name in ("p0", "p1", "d0", "d1")], now_s)
         assert isinstance(made.on_request(prompt(f"r{number}", prompt_tokens=500), now_s), Route)
-        made.on_prefill_finished(f"r{number}", now_s + 2.0, 0, 4 * 0.51)
-        made.on_finished(f"r{number}", now_s + 2.0)
+        made.on_prefill_finished(f"r{number}", now_s + ended_s, 0, prefill_s)
+        made.on_finished(f"r{number}", now_s + ended_s)
+
+
+def test_slow_prefills_under_load_leave_the_service_levels_as_they_are() -> None:
+    made = conductor()
+    before = applied(made, 2_000)
+    serve_fifty(made, ended_s=2.0, prefill_s=4 * 0.51)
     assert max(each.speed_ratio for each in made.status(150.0)) > 2
     after = applied(made, 2_000)
     assert (after.ttft_slo_s, after.tbt_slo_s) == (before.ttft_slo_s, before.tbt_slo_s)
@@ -100,12 +105,7 @@ def test_slow_prefills_under_load_leave_the_service_levels_as_they_are() -> None
 def test_workers_that_are_faster_than_they_measured_shorten_the_service_levels() -> None:
     made = conductor()
     before = applied(made, 2_000)
-    for number in range(50):
-        now_s = 3.0 * number
-        made.on_events([WorkerReported(report(name)) for name in ("p0", "p1", "d0", "d1")], now_s)
-        assert isinstance(made.on_request(prompt(f"r{number}", prompt_tokens=500), now_s), Route)
-        made.on_prefill_finished(f"r{number}", now_s + 0.3, 0, 0.25)
-        made.on_finished(f"r{number}", now_s + 0.3)
+    serve_fifty(made, ended_s=0.3, prefill_s=0.25)
     assert applied(made, 2_000).ttft_slo_s < 0.8 * before.ttft_slo_s
 
 
