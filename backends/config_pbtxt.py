@@ -62,7 +62,7 @@ class WorkerConfig:
     block_tokens: int = 64  # tokens per block: a power of two, equal in all workers of a store
     context_tokens_max: int = 0  # longest prompt + output in tokens; 0: the checkpoint's limit
     kv_bytes: Size = 256 * 2**20  # KV memory of the engine; at least KV_PAGES_MIN pages
-    kv_pages: int = 0  # deprecated: KV memory in pages of block_tokens tokens; 0: as kv_bytes says
+    kv_pages: int = 0  # deprecated: KV memory in pages of block_tokens tokens; 0: by kv_bytes
     # mapped | nixl | tcp | auto (KV of the own node: mapped; of others: nixl if it works, else tcp)
     transport: str = "auto"
     lease_s: float = 30.0  # seconds after which an unrenewed lease on KV blocks ends; >= 1

@@ -5,8 +5,8 @@ A request is good when it was answered completely and within both limits: the ti
 request is not good. Goodput is the share of good requests times the offered rate.
 
 - `fixed`: TTFT <= 2 s and TPOT <= 100 ms.
-- `paper`: TTFT <= 10x and TPOT <= 5x of what vLLM takes for this prompt length when it is idle
-  (Mooncake, "Overload-oriented scheduling"). One table, measured once, is used for all systems.
+- `paper`: TTFT <= 10x and TPOT <= 5x of an idle vLLM with this prompt length (Mooncake,
+  "Overload-oriented scheduling"). One table, measured once, is used for all systems.
 
 Pure. Not here: sending requests (client.py).
 """

@@ -1,9 +1,9 @@
 """Service levels of `auto` beside fixed ones: requests within their service levels at three loads.
 
 The conversation trace runs on 8 + 8 nodes of 8x A800 with LLaMA3-70B, with the settings of
-model_repository/conductor/config.pbtxt. Goodput has two definitions: TTFT and TBT within 10x and 5x
-of the request alone on an idle node (the paper's service levels in its "Overload" section), and
-TTFT <= 30 s and TBT <= 100 ms (the paper's runs on real traces). The capacity is the highest speed
+model_repository/conductor/config.pbtxt. Goodput has two definitions. The service levels in the
+paper's "Overload" section are 10x the TTFT and 5x the TBT of the request alone on an idle node. The
+paper's runs on real traces have TTFT <= 30 s and TBT <= 100 ms. The capacity is the highest speed
 at which the conductor that rejects late keeps 90 % of the offered requests within 10x and 5x. Then
 each setting runs at the loads 0.5, 1.0 and 1.6 of it, as in `bench.headline`.
 
