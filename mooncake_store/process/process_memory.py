@@ -25,7 +25,8 @@ def pid_space() -> str:
 def pss_bytes(groups: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """Group -> PSS of its processes and their descendants, without those of another group.
 
-    A process that ends during the call counts as 0. Raises PermissionError for another user's process.
+    A process that ends during the call counts as 0. Raises PermissionError for another user's
+    process.
     """
     named = {pid: group for group, pids in groups.items() for pid in pids}
     parents: dict[int, int] = {}
