@@ -40,6 +40,11 @@ class Request:
     # None if the tenant has no limits, or if an earlier attempt of the request was counted.
     limits: TenantLimits | None = None
 
+    @property
+    def is_decoded(self) -> bool:
+        """False for an answer of one token: prefill computes it, and no decode worker is called."""
+        return self.output_tokens_max > 1
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerRef:

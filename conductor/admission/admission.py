@@ -25,6 +25,8 @@ prefill can take that room from short ones, and room that is promised twice is d
     idle cluster        No TTFT limit applies without a prefill queue, and no TBT limit with an
                         empty decode batch. The request would delay no other request there, and a
                         later retry would be no faster.
+    one token           No limit of decode applies to a request for one token, because no decode
+                        worker is called.
     fair share          Under overload, some requests that keep their limits are rejected too
                         (fair_share.py).
     resumed request     A request that lost its workers was admitted before. No rule rejects it.
@@ -387,6 +389,8 @@ class Gate:
         if kind == "ttft_slo" and pressure.backlog_s <= 0.0:
             kind = ""
         if kind == "tbt_slo" and not pressure.is_decoding:
+            kind = ""
+        if kind in DECODE_KINDS and not request.is_decoded:
             kind = ""
         if not kind and self.shed(pair, request, pressure) is not None:
             return "fair_share"

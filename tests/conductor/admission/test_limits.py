@@ -190,6 +190,17 @@ def test_a_rejection_for_the_step_names_the_rule_of_its_limit() -> None:
     assert "(auto: 80% of 5x unloaded, at least 0.05 s, 10 tokens)" in refused.reason
 
 
+@pytest.mark.parametrize(("slots_max", "kind"), [(4, "decode_full"), (99, "tbt_slo")])
+def test_a_request_for_one_token_keeps_no_limit_of_decode(slots_max: int, kind: str) -> None:
+    decode = WorkerUp(worker("d0", "decode", "s0", slots_max=slots_max))
+    made = conductor([*fleet(decodes=0, slots_max=99), decode], shedding="limit")
+    for number in range(100):
+        if isinstance(made.on_request(Request(f"r{number}", 10, (), 10), 0.0), Reject):
+            break
+    assert rejected(made, Request("two", 10, (), 2)).kind == kind
+    assert isinstance(made.on_request(Request("one", 10, (), 1), 0.0), Route)
+
+
 def test_the_recent_limit_starts_with_that_of_a_usual_prompt_and_follows_requests() -> None:
     made = conductor()
     usual, stats = applied(made, TYPICAL_TOKENS), made.stats()
