@@ -20,7 +20,8 @@ STEPS ?= 5000
 .PHONY: serve test test-quick test-long test-fallbacks test-fleet fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench vllm leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve SmolLM2-135M until Ctrl-C (MODEL=demo, MODEL=a folder)
-	@exec $(BIN)/mooncake serve $(CHECKPOINT) $(ARGS)
+	@# One decode worker: each reads all weights in each step, and two share this machine's memory.
+	@exec $(BIN)/mooncake serve $(CHECKPOINT) --decode 1 $(ARGS)
 
 # Every server of a test is a dozen processes of Python, which compile all of the product when nobody
 # may keep what comes out: a tenth of the time.

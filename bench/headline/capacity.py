@@ -3,8 +3,9 @@
 A slow machine cannot answer the longest prompts in time even when it is idle. So the shares of the
 search are relative to `attainable_share`.
 
-Search by steps, then by bisection. From a first rate, go up or down by STEP until one rate passes
-and the next one fails. Then try geometric means until both differ by less than PRECISION. The
+Search by steps, then by bisection. The first rate is that of a server which answers one request at
+a time (`serial_per_s`). From it, go up or down by STEP until one rate passes and the next one
+fails. Then try geometric means until both differ by less than PRECISION. The
 caller stores each tried rate, so an interrupted search resumes with the next one.
 
 Pure. Not here: sending requests.
@@ -19,7 +20,7 @@ from bench.headline.goodput import FIXED_TPOT_S, FIXED_TTFT_S, IdleTimes
 from bench.headline.traces import TraceRequest
 
 GOOD_SHARE_MIN = 0.9
-FIRST_PER_S, STEP, PRECISION = 0.75, 1.3, 1.15
+STEP, PRECISION = 1.3, 1.15
 LOWEST_PER_S, HIGHEST_PER_S = 0.05, 50.0
 
 
@@ -34,12 +35,21 @@ def attainable_share(requests: Sequence[TraceRequest], idle: IdleTimes) -> float
     return kept / len(requests)
 
 
-def next_rate(good_shares: Mapping[float, float]) -> float | None:
+def serial_per_s(requests: Sequence[TraceRequest], idle: IdleTimes) -> float:
+    """Requests per second of a server that answers one request at a time, without its cache."""
+    total_s = 0.0
+    for request in requests:
+        ttft_s, tpot_s = idle.times_s(request.prompt_tokens)
+        total_s += ttft_s + (request.output_tokens - 1) * tpot_s
+    return round(len(requests) / total_s, 3)
+
+
+def next_rate(good_shares: Mapping[float, float], first_per_s: float) -> float | None:
     """The rate to try after those in `good_shares` (rate -> share of good requests).
 
     None when the capacity is known, see `capacity_per_s`."""
     if not good_shares:
-        return FIRST_PER_S
+        return first_per_s
     passed, failed = _bracket(good_shares)
     if passed is None:
         assert failed is not None, "a tried rate passes or fails"

@@ -27,8 +27,14 @@ from bench.headline.traces import TraceRequest
 from loadtest.harness.server import CannotMeasure, own_ports
 
 CONVERSATION, SYNTHETIC = "conversation", "synthetic"
-LIGHT, FULL, HEAVY = 0.5, 1.0, 1.6  # times (a)'s capacity
-CELLS = ((CONVERSATION, LIGHT), (CONVERSATION, FULL), (CONVERSATION, HEAVY), (SYNTHETIC, HEAVY))
+LIGHT, FULL, HEAVY, FLOOD = 0.5, 1.0, 1.6, 2.5  # times (a)'s capacity
+CELLS = (
+    (CONVERSATION, LIGHT),
+    (CONVERSATION, FULL),
+    (CONVERSATION, HEAVY),
+    (SYNTHETIC, HEAVY),
+    (CONVERSATION, FLOOD),
+)
 IDLE_LENGTHS = (32, 128, 256, 512, 1_024, 2_048, 4_096, 7_168)
 IDLE_REPEATS, IDLE_OUTPUT_TOKENS = 3, 16
 START_S, CLIENT_S = 75.0, 25.0  # assumed before measured: a start, a client beside its trace
@@ -161,7 +167,7 @@ class Measurement:
         }
         requests = self.requests[CONVERSATION]
         idle = self.store.read("idle")
-        if idle is None or capacity.next_rate(tried) is not None:
+        if idle is None or self._next_rate(tried, idle) is not None:
             self.progress("(a) alone: its times when idle, then its capacity")
             with self.serving("vllm") as base_url:
                 if idle is None:
@@ -171,7 +177,7 @@ class Measurement:
                     self.store.write("idle", idle)
                 attainable = capacity.attainable_share(requests, IdleTimes.of(details_of(idle)))
                 self.progress(f"idle, (a) answers {attainable:.0%} of the requests within limits")
-                while (rate_per_s := capacity.next_rate(tried)) is not None:
+                while (rate_per_s := self._next_rate(tried, idle)) is not None:
                     number = FIRST_SEARCH_CELL + 1 + len(tried)
                     found = self.send(base_url, requests, rate_per_s, number)
                     tried[rate_per_s] = good_share(found) / attainable
@@ -180,6 +186,12 @@ class Measurement:
         self.idle = IdleTimes.of(details_of(idle))
         self.capacity_per_s = capacity.capacity_per_s(tried)
         self.progress(f"(a)'s capacity is {self.capacity_per_s}/s")
+
+    def _next_rate(self, tried: Mapping[float, float], idle: Sequence[Any]) -> float | None:
+        times = IdleTimes.of(details_of(idle))
+        return capacity.next_rate(
+            tried, capacity.serial_per_s(self.requests[CONVERSATION], times)
+        )
 
     def choose(self, system: str, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Try each option with half of the requests at the heavy load; remember the shares.

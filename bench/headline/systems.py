@@ -4,7 +4,7 @@
     vllm-tuned  (a2) the same with the best of MAX_BATCHED_TOKENS
     vllm-two    (b)  two `vllm serve`, half of the threads each, behind vLLM's router
     vllm-pd     (c)  a prefill and a decode `vllm serve` that hand KV over by NIXL, same router
-    mooncake    (d)  `mooncake serve --checkpoint` as shipped
+    mooncake    (d)  `make serve`: two prefill workers and one decode worker
 
 Each has KV_BYTES of memory for KV in all. vLLM keeps one core free by default on CPUs. Here every
 system uses all cores, and so does the client. vLLM runs with Intel's OpenMP, which its log advises.
@@ -165,6 +165,7 @@ def mooncake(machine: Machine, ports: Sequence[int]) -> ServerCommand:
     words += ["--metrics-port", str(ports[3])]
     words += ["--model-repository", str(machine.state / "model_repository")]
     words += ["--state-dir", str(machine.state / "mooncake")]
+    words += ["--decode", "1"]
     words += ["--store-bytes", str(KV_BYTES // 2 // STORE_NODES)]
     return ServerCommand(
         "mooncake", tuple(words), f"{url(ports[0])}/ready", {"PYTHONUNBUFFERED": "1"}
@@ -177,6 +178,7 @@ def mooncake_repository(machine: Machine) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(shipped_repository(), folder)
     workers = sorted(path.parent.name for path in folder.glob("*_[0-9]*/config.pbtxt"))
+    workers.remove("decode_1")  # not served
     for worker in workers:
         set_parameters(folder, worker, {"kv_bytes": KV_BYTES // 2 // len(workers)})
 

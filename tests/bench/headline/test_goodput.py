@@ -94,10 +94,19 @@ def test_percentile_is_the_nearest_rank() -> None:
     assert percentile([], 50) is None
 
 
+FIRST_PER_S = 0.75
+
+
+def test_the_search_begins_at_the_rate_of_a_server_without_concurrency() -> None:
+    idle = IdleTimes((100, 300), (1.0, 3.0), (0.01, 0.02))
+    requests = [TraceRequest(0.0, 100, 101, ()), TraceRequest(0.0, 300, 1, ())]
+    assert capacity.serial_per_s(requests, idle) == 0.4  # 1 + 100 * 0.01 and 3 seconds
+
+
 def searched(true_per_s: float) -> tuple[float, dict[float, float]]:
     """The found capacity of a server that is good up to `true_per_s`, and all that was tried."""
     tried: dict[float, float] = {}
-    while (rate := capacity.next_rate(tried)) is not None:
+    while (rate := capacity.next_rate(tried, FIRST_PER_S)) is not None:
         assert len(tried) < 20, "the search must end"
         tried[rate] = 1.0 if rate <= true_per_s else 0.5
     return capacity.capacity_per_s(tried), tried
@@ -115,7 +124,7 @@ def test_attainable_is_what_the_idle_server_answers_in_time() -> None:
 def test_search_ends_just_below_the_capacity(true_per_s: float) -> None:
     found, tried = searched(true_per_s)
     assert found <= true_per_s < found * capacity.PRECISION * 1.001
-    assert len(tried) <= 4 + abs(math.log(true_per_s / capacity.FIRST_PER_S)) / math.log(
+    assert len(tried) <= 4 + abs(math.log(true_per_s / FIRST_PER_S)) / math.log(
         capacity.STEP
     )
 
@@ -123,7 +132,7 @@ def test_search_ends_just_below_the_capacity(true_per_s: float) -> None:
 def test_an_interrupted_search_continues_with_the_tried_rates() -> None:
     _, tried = searched(0.61)
     first = dict(list(tried.items())[:2])
-    assert capacity.next_rate(first) == list(tried)[2]
+    assert capacity.next_rate(first, FIRST_PER_S) == list(tried)[2]
 
 
 @pytest.mark.parametrize(
