@@ -5,8 +5,9 @@
 Systems (systems.py) take turns in each round, all with the same client, trace and memory for KV.
 First a search finds (a)'s capacity: the highest rate at which 90 % of the requests are good. The
 offered rates are 0.5, 1, 1.6 and 2.5 times the capacity, with `--requests` requests of the
-conversation trace each. The synthetic trace is offered at 1.6 only. The run makes the environments that it needs
-(environment.py). An interrupted run continues with the same `--resume`. The last line is JSON.
+conversation trace each. The synthetic trace is offered at 1.6 only. The run makes the environments
+that it needs (environment.py). An interrupted run continues with the same `--resume`. The last line
+is JSON.
 
 Not here: the measurement (measure.py), definitions of goodput (goodput.py).
 """

@@ -189,9 +189,7 @@ class Measurement:
 
     def _next_rate(self, tried: Mapping[float, float], idle: Sequence[Any]) -> float | None:
         times = IdleTimes.of(details_of(idle))
-        return capacity.next_rate(
-            tried, capacity.serial_per_s(self.requests[CONVERSATION], times)
-        )
+        return capacity.next_rate(tried, capacity.serial_per_s(self.requests[CONVERSATION], times))
 
     def choose(self, system: str, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Try each option with half of the requests at the heavy load; remember the shares.

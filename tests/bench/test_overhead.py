@@ -81,7 +81,7 @@ def long_prompt_beside_streams(**config: str) -> tuple[Route | Reject, int]:
     workers = made._cluster.workers.values()
     [batch] = [worker.batch for worker in workers if worker.info.role == "decode"]
     reserved_pages = batch.load_reserved().pages
-    return ask("long", 8_000, 1, 61.0), reserved_pages
+    return ask("long", 8_000, 2, 61.0), reserved_pages
 
 
 def test_the_servers_conductor_expects_no_requests_beside_those_of_the_benchmark() -> None:

@@ -124,9 +124,7 @@ def test_attainable_is_what_the_idle_server_answers_in_time() -> None:
 def test_search_ends_just_below_the_capacity(true_per_s: float) -> None:
     found, tried = searched(true_per_s)
     assert found <= true_per_s < found * capacity.PRECISION * 1.001
-    assert len(tried) <= 4 + abs(math.log(true_per_s / FIRST_PER_S)) / math.log(
-        capacity.STEP
-    )
+    assert len(tried) <= 4 + abs(math.log(true_per_s / FIRST_PER_S)) / math.log(capacity.STEP)
 
 
 def test_an_interrupted_search_continues_with_the_tried_rates() -> None:
