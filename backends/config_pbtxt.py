@@ -285,6 +285,12 @@ def shown_mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.4g} MiB"
 
 
+# `auto`, or the name of a format in text/tool_calls/formats.py.
+TOOL_CALL_PARSERS = (
+    "auto", "deepseek_v3", "hermes", "kimi_k2", "llama3_json", "mistral", "pythonic",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class FrontendConfig:
     """Parameters in model_repository/conductor/config.pbtxt that are not in conductor/config.py."""
@@ -296,6 +302,7 @@ class FrontendConfig:
     tenant_requests_share: float = 0.5
     cancel_poll_s: float = 0.1  # seconds between checks for disconnected clients, 0.01 to 1
     output_tokens_default: int = 256  # max_tokens of a request that has none
+    tool_call_parser: str = "auto"  # one of TOOL_CALL_PARSERS; auto: by the chat template
     messages_per_s_max: int = 0  # limit for all streaming clients together; 0: by number of cores
     recording_folder: str = ""  # folder for recorded traffic (see path_beside); "": do not record
     recording_bytes_max: int = 2**30  # limit for all recordings together; the oldest are deleted
@@ -310,6 +317,9 @@ class FrontendConfig:
         for name in ("requests_max", "attempts_max", "output_tokens_default"):
             if getattr(self, name) < 1:
                 found.append(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.tool_call_parser not in TOOL_CALL_PARSERS:
+            known = ", ".join(TOOL_CALL_PARSERS)
+            found.append(f"tool_call_parser is {self.tool_call_parser!r}; use one of {known}")
         if not 0.0 < self.tenant_requests_share <= 1.0:
             found.append(
                 f"tenant_requests_share is {self.tenant_requests_share}; use a share of "

@@ -23,6 +23,11 @@ TIMEOUT_PASSED, DEADLINE_PASSED = "its timeout of", "its deadline has passed"
 DEADLINE_WORDS = (TIMEOUT_PASSED, DEADLINE_PASSED)
 
 
+# Begin of the error for a request that exceeds the model's context. Clients recognise these words
+# of OpenAI.
+CONTEXT_EXCEEDED = "This model's maximum context length is"
+
+
 class ServingError(Exception):
     """Base class of errors that end an attempt to serve a request. The frontend retries some."""
 

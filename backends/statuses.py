@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 from backends.errors import (
+    CONTEXT_EXCEEDED,
     DEADLINE_WORDS,
     GRPC_NEVER_SENT,
     REJECTED,
@@ -25,6 +27,7 @@ from backends.errors import (
 RETRY_AFTER_S_MIN, RETRY_AFTER_S_MAX = 1, 3600
 ENSEMBLE = re.compile(r"^in ensemble '[^']*', ")  # Triton prepends this to an ensemble step's error
 INTERNAL = "internal_error:"  # first word of an unexpected exception's message
+CONTEXT_CODE = "context_length_exceeded"  # OpenAI's code, by which clients choose another model
 NOT_THERE = (*TRITON_NEVER_PASSED_ON, GRPC_NEVER_SENT)  # parts of errors if no model was reached
 
 TYPES = {  # HTTP status -> `type` of an error in OpenAI's interface
@@ -50,13 +53,28 @@ class HttpRefusal(Exception):
     """The error response to a client."""
 
     def __init__(
-        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: int = 0
+        self,
+        status: int,
+        code: str,
+        message: str,
+        param: str | None = None,
+        retry_after_s: int = 0,
+        further: Sequence[HttpRefusal] = (),
     ) -> None:
         """`code`: the machine-readable kind. `param`: the request's field that caused the error.
-        `retry_after_s`: value of the header Retry-After; 0: no such header."""
+        `retry_after_s`: value of the header Retry-After; 0: no such header. `further`: refusals of
+        the same request, whose messages are appended."""
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
+        self.status, self.code = status, code
+        self.message = " | ".join([message, *(each.message for each in further)])
         self.param, self.retry_after_s = param, retry_after_s
+        self._further = further
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Names of the request's fields that caused the error, without paths into them."""
+        own = re.split(r"[.\[]", self.param)[:1] if self.param else []
+        return frozenset(own).union(*(each.fields for each in self._further))
 
     @property
     def type(self) -> str:
@@ -85,7 +103,8 @@ def of_message(message: str) -> HttpRefusal:
         return HttpRefusal(status, kind, reason, retry_after_s=wait)
     prefix, _, words = text.partition(" ")
     if prefix == InvalidRequest.prefix:
-        return HttpRefusal(400, "invalid_request", words)
+        is_exceeded = words.startswith(CONTEXT_EXCEEDED)
+        return HttpRefusal(400, CONTEXT_CODE if is_exceeded else "invalid_request", words)
     if prefix == Forbidden.prefix:
         return HttpRefusal(403, "forbidden", words)
     if prefix in (KvMissing.prefix, WorkerUnavailable.prefix):

@@ -74,8 +74,9 @@ def test_the_conductor_declares_the_tensors_of_the_table() -> None:
 def test_the_ensemble_passes_everything_through() -> None:
     config = parsed("ensemble")
     inputs = table(tensors.SUPPORTED_INPUTS + tensors.UNSUPPORTED_INPUTS)
-    for name in ("input_ids", "messages"):  # preprocessing makes the ids, out of text
-        del inputs[name]
+    for name in ("input_ids", "messages", "tools", "chat_template_kwargs"):
+        del inputs[name]  # preprocessing makes the ids, out of text
+    del inputs["skip_special_tokens"]  # postprocessing makes the text, without special tokens
     assert declared(config.input) == inputs
     step = {step.model_name: step for step in config.ensemble_scheduling.step}
     mapped = set(step["conductor"].input_map)

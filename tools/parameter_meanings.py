@@ -222,6 +222,12 @@ FRONTEND: tuple[ParameterMeaning, ...] = (
         "output_tokens_default", "1 or more", "`max_tokens` where a request names none"
     ),
     ParameterMeaning(
+        "tool_call_parser",
+        "`auto`, `deepseek_v3`, `hermes`, `kimi_k2`, `llama3_json`, `mistral` or `pythonic`",
+        "format of the model's tool calls ([tools](gateway.md#tools)); `auto`: found by the chat "
+        "template",
+    ),
+    ParameterMeaning(
         "messages_per_s_max",
         "0 or more",
         "messages per second to all streaming clients together. When decoding is faster, tokens "

@@ -63,6 +63,7 @@ class GatewayPlan:
     processes: int = 1
     certificate: str = ""  # path of a PEM file; "" for plain HTTP
     private_key: str = ""  # path of a PEM file; "" for plain HTTP
+    allowed_origins: str = ""  # origins of web pages, comma separated
 
 
 @dataclass(frozen=True, slots=True)

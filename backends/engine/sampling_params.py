@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from backends.errors import CONTEXT_EXCEEDED
 from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
 
 SEED_MAX = 2**64 - 1
@@ -56,6 +57,7 @@ class SamplingParams:
     # Number of best tokens whose logprobs the client gets besides those of the sampled token.
     top_logprobs: int = NO_LOGPROBS
     guided_json: str = ""  # JSON schema that the output matches; "": none
+    shows_special: bool = False  # True: special tokens have text, but for end ids
 
     @property
     def wants_logprobs(self) -> bool:
@@ -75,16 +77,19 @@ def _length(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
     room = limits.output_tokens_max
     if limits.prompt_tokens < 1:
         yield "the prompt has no tokens; send at least one"
+    exceeded = f"{CONTEXT_EXCEEDED} {limits.context_tokens_max} tokens. However, "
     if room < 1:
         yield (
-            f"the prompt has {limits.prompt_tokens} tokens, which leaves no room for output in a "
-            f"context of {limits.context_tokens_max}; shorten it to at most "
-            f"{limits.context_tokens_max - 1}"
+            f"{exceeded}the prompt has {limits.prompt_tokens} tokens, which leaves no room for "
+            f"output; shorten it to at most {limits.context_tokens_max - 1}"
         )
-    elif not 1 <= params.max_tokens <= room:
+    elif params.max_tokens < 1:
+        yield f"max_tokens is {params.max_tokens}; use 1 to {room}"
+    elif params.max_tokens > room:
         yield (
-            f"max_tokens is {params.max_tokens}; use 1 to {room} (the context of "
-            f"{limits.context_tokens_max} less the prompt of {limits.prompt_tokens} tokens)"
+            f"{exceeded}you requested {limits.prompt_tokens + params.max_tokens} tokens "
+            f"({limits.prompt_tokens} in the prompt, {params.max_tokens} in the completion); "
+            f"shorten the prompt, or use a max_tokens of 1 to {room}"
         )
     if not 0 <= params.min_tokens <= max(params.max_tokens, 0):
         yield f"min_tokens is {params.min_tokens}; use 0 to max_tokens ({params.max_tokens})"

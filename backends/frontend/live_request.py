@@ -459,15 +459,15 @@ class LiveRequest:
     ) -> events.FirstText:
         """The first token as text, made once, because message and reply carry the same token."""
         if assignment.first is None:
-            request, _ = self._understood()
-            sampling = request.sampling
-            before = len(assignment.token_ids) - len(request.prompt_ids)
+            sampling = self._understood()[0].sampling
+            before = len(assignment.token_ids) - len(self._understood()[0].prompt_ids)
             text = TextStream(
                 self._services.tokenizer,
                 assignment.token_ids[-CONTEXT_TOKENS:].tolist(),
                 sampling.stop_words,
                 sampling.end_ids,
                 max(sampling.min_tokens - before, 0),
+                sampling.shows_special,
             )
             delta = text.push([token_id], logprobs=source.logprobs)
             reason = "length" if before + 1 >= sampling.max_tokens else ""

@@ -32,13 +32,16 @@ from backends.frontend.inputs import (
 )
 from backends.text.text_stream import new_text
 from backends.text.tokenizer import Tokenizer
+from backends.text.tool_calls.requests import read_calls, read_functions
 
 PARAMETER_CHARACTERS_MAX = 256
 PRIORITY_MAX = 2**31 - 1
 TIMEOUT_MS_MAX = 24 * 3600 * 1000
 STREAM_INTERVAL_MAX = 2**20
 PROMPTS = ("text_input", "input_ids", "messages")
-MESSAGE_KEYS = ("role", "content")
+MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+OF_A_CHAT = ("tools", "chat_template_kwargs")
+OWN_VARIABLES = ("messages", "tools", "documents")  # of a chat template, which no client sets
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,9 @@ def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: RequestLimits
     """The prompt's token ids as int32. If the prompt is invalid, `reader` notes the problem.
 
     `messages` is a JSON list of {"role", "content"}. Content is a string or a list of text parts,
-    as in OpenAI's interface.
+    as in OpenAI's interface. A message may have `tool_calls`, or answer one with `tool_call_id`.
+    `tools` is a JSON list of functions. `chat_template_kwargs` is a JSON object with variables of
+    the chat template.
     """
     given = [name for name in PROMPTS if reader.has(name)]
     problems_before = len(reader.problems)
@@ -159,14 +164,18 @@ def read_prompt(reader: InputReader, tokenizer: Tokenizer, limits: RequestLimits
 
 
 def _token_ids(reader: InputReader, source: str, tokenizer: Tokenizer) -> np.ndarray:
+    is_chat = source == "messages"
+    for name in OF_A_CHAT:
+        if reader.has(name) and not is_chat:
+            reader.note(f"{name} needs messages; the prompt is {source}")
     if source == "input_ids":
         values = reader.values(source)
         return np.zeros(0, np.int64) if values is None else values
     text = reader.text(source, tensors.TEXT_BYTES_MAX)
-    is_chat = source == "messages"
     if text and is_chat:
         messages = _messages(reader, text)
-        text = tokenizer.apply_chat(messages) if messages else ""
+        tools, options = _tools(reader), _template_options(reader)
+        text = tokenizer.apply_chat(messages, tools, options) if messages else ""
     # Some tokenizers add a BOS token even to an empty text, which would hide the empty prompt.
     token_ids = tokenizer.encode(text, add_special=not is_chat) if text else []
     return np.array(token_ids, np.int64)
@@ -186,6 +195,35 @@ def _messages(reader: InputReader, text: str) -> list[dict[str, Any]]:
     return [] if problems else [message for message, _ in read]
 
 
+def _tools(reader: InputReader) -> list[dict[str, Any]]:
+    """The functions of the request; [] if there are none or a problem, which is noted."""
+    text = reader.text("tools", tensors.TEXT_BYTES_MAX)
+    if not text:
+        return []
+    content, problem = from_json("tools", text)
+    found, wrong = (None, problem) if problem else read_functions("tools", content)
+    if wrong:
+        reader.note(wrong)
+    return found or []
+
+
+def _template_options(reader: InputReader) -> dict[str, Any]:
+    """Variables of the chat template; {} if there are none or a problem, which is noted."""
+    text = reader.text("chat_template_kwargs", tensors.TEXT_BYTES_MAX)
+    if not text:
+        return {}
+    content, problem = from_json("chat_template_kwargs", text)
+    if not problem and not isinstance(content, dict):
+        problem = f"chat_template_kwargs is {shown(content)}; send a JSON object"
+    own = [] if problem else [name for name in OWN_VARIABLES if name in content]
+    if own:
+        problem = f"chat_template_kwargs has {own[0]}, which the request itself has"
+    if problem:
+        reader.note(problem)
+        return {}
+    return dict(content)
+
+
 def _message(name: str, message: Any) -> tuple[dict[str, Any], str]:
     """(message, "") or ({}, problem)."""
     if not isinstance(message, dict):
@@ -193,14 +231,22 @@ def _message(name: str, message: Any) -> tuple[dict[str, Any], str]:
     unknown = sorted(message.keys() - set(MESSAGE_KEYS))
     if unknown:
         return {}, f"{name} has {shown(unknown[0])}, which is not supported; send role and content"
-    missing = [key for key in MESSAGE_KEYS if message.get(key) is None]
-    if missing:
-        return {}, f"{name} has no {missing[0]}"
+    if message.get("role") is None:
+        return {}, f"{name} has no role; send for example user"
     role, problem = as_text(f"{name}.role", message["role"])
     if problem or not role:
         return {}, problem or f"{name}.role is empty; send for example user"
-    content, problem = _content(f"{name}.content", message["content"])
-    return ({}, problem) if problem else ({"role": role, "content": content}, "")
+    found: dict[str, Any] = {"role": role, "content": None}
+    if message.get("tool_calls") is not None:
+        found["tool_calls"], problem = read_calls(f"{name}.tool_calls", message["tool_calls"])
+    elif message.get("content") is None:
+        problem = f"{name} has no content"
+    for key in ("tool_call_id", "name"):
+        if message.get(key) is not None and not problem:
+            found[key], problem = as_text(f"{name}.{key}", message[key])
+    if message.get("content") is not None and not problem:
+        found["content"], problem = _content(f"{name}.content", message["content"])
+    return ({}, problem) if problem else (found, "")
 
 
 def _content(name: str, content: Any) -> tuple[str | list[dict[str, str]], str]:

@@ -62,6 +62,8 @@ def read(
     end_id = reader.integer("end_id")
     if end_id is not None:
         end_ids = () if end_id == NEVER_ENDS else (end_id,)
+    if (stop_ids := reader.values("stop_token_ids")) is not None:
+        end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids.tolist())))
     reader.integer("pad_id")  # only the type is checked, because nothing is padded
     words = given.pop("stop", [])
     params = SamplingParams(
@@ -70,6 +72,7 @@ def read(
         stop_words=() if words == [""] else tuple(words),
         top_logprobs=_top_logprobs(reader),
         guided_json=reader.text("guided_json", GUIDED_JSON_BYTES_MAX) or "",
+        shows_special=reader.has("skip_special_tokens") and not reader.flag("skip_special_tokens"),
     )
     found = params.problems(limits)
     if params.guided_json and not found:

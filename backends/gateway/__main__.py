@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from backends.gateway.app import Gateway, GatewaySettings
-from backends.gateway.doors import BODY_BYTES_MAX
+from backends.gateway.doors import BODY_BYTES_MAX, read_origins
 from backends.gateway.server import Listening, serve
 from backends.tenants import ApiKeys, TenantsInvalid
 from backends.tracing.export import Tracing
@@ -37,6 +37,9 @@ def main(
     ] = 0,
     certificate: Annotated[str, typer.Option(help="PEM file: serve HTTPS.")] = "",
     private_key: Annotated[str, typer.Option(help="PEM file of its key.")] = "",
+    allowed_origins: Annotated[
+        str, typer.Option(help="Origins of web pages whose scripts may call it, comma separated.")
+    ] = "",
     drain_s_max: Annotated[float, typer.Option(help="Limit of a drain, in seconds.")] = 30.0,
     body_bytes_max: Annotated[int, typer.Option(help="Limit of a body.")] = BODY_BYTES_MAX,
 ) -> None:
@@ -44,9 +47,11 @@ def main(
     start_logging("%(asctime)s %(levelname).1s %(name)s %(message)s")
     try:
         keys, tracing = ApiKeys.of_process(), Tracing.of_environment()
+        origins = read_origins(allowed_origins)
     except (TenantsInvalid, ValueError) as error:
         raise SystemExit(str(error)) from None
-    gateway = Gateway(GatewaySettings(frontend, metrics, name, body_bytes_max), keys, tracing)
+    settings = GatewaySettings(frontend, metrics, name, body_bytes_max, origins)
+    gateway = Gateway(settings, keys, tracing)
     listening = Listening(host, port, shared, certificate, private_key)
     try:
         serve(gateway, listening, drain_s_max, own_metrics_port)

@@ -2,8 +2,9 @@
 
 POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
 GET  /v1/models, /v1/models/NAME                the served model
-POST /tokenize                                  number and ids of a prompt's tokens
-GET  /health, /ready, /metrics                  liveness, readiness, Prometheus metrics
+POST /tokenize, /detokenize                     ids of a prompt's tokens; the text of token ids
+GET  /health, /ping, /ready, /metrics           liveness, readiness, Prometheus metrics
+GET  /version, /load                            this software's version; requests in flight
 GET  /, /status                                 the status page, and its contents as JSON
 GET  /openapi.json                              the description of these routes
 POST each of UNSUPPORTED_PATHS                  status 400 with a recommendation
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import importlib.metadata
 import secrets
 import time
 import uuid
@@ -29,7 +31,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from backends.gateway import fields
-from backends.gateway.doors import BODY_BYTES_MAX, Doors
+from backends.gateway.doors import BODY_BYTES_MAX, Doors, answers_browsers
 from backends.gateway.events import OBJECTS, AnswerFacts, refusal_response
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls, ServedModel
@@ -40,8 +42,9 @@ from backends.gateway.infer_request import GatewayRequest, infer_request, read_r
 from backends.gateway.logprobs import LogprobsWriter
 from backends.gateway.page.html import page
 from backends.gateway.page.live_status import LiveStatus, shown_to
-from backends.gateway.prompts import read_tokenize
+from backends.gateway.prompts import read_detokenize, read_tokenize
 from backends.gateway.tokenizing import Tokenizing
+from backends.gateway.tool_use import DEFAULT, NONE
 from backends.metrics.status.readings import fetch_page
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import GATEWAY, ApiKeys, ApiTenant, tenant_parameters
@@ -78,6 +81,7 @@ class GatewaySettings:
     metrics: str = ""  # HOST:PORT of the launcher's metrics page; "": no launcher
     name: str = "gateway-0"  # name of this process in metrics and traces
     body_bytes_max: int = BODY_BYTES_MAX
+    allowed_origins: frozenset[str] = frozenset()  # of web pages whose scripts may call it
 
     @property
     def metrics_url(self) -> str:
@@ -101,11 +105,14 @@ class Gateway:
         self._started_s = int(time.time())
         routes = self._routes()
         paths = frozenset(route.path for route in routes.routes if "{" not in route.path)
-        self.doors = Doors(routes, self.counts, paths, keys, options.body_bytes_max)
+        origins = options.allowed_origins
+        self.doors = Doors(routes, self.counts, paths, keys, options.body_bytes_max, origins)
         self._tracing = tracing
         self.app: ASGIApp = self.doors
+        if origins:
+            self.app = answers_browsers(self.doors, origins)
         if tracing is not None:
-            self.app = GatewayTraces(self.doors, tracing, options.name, paths)
+            self.app = GatewayTraces(self.app, tracing, options.name, paths)
             self.counts.spans = tracing.export
 
     def _routes(self) -> FastAPI:
@@ -118,6 +125,7 @@ class Gateway:
         )
         posts = [(PATHS[name], self._generate(name), fields.schema(name), name) for name in PATHS]
         posts.append(("/tokenize", self.tokenize, fields.TOKENIZE_SCHEMA, "tokenize"))
+        posts.append(("/detokenize", self.detokenize, fields.DETOKENIZE_SCHEMA, "detokenize"))
         for path, answer, schema, name in posts:
             body = {"required": True, "content": {"application/json": {"schema": schema}}}
             app.add_api_route(
@@ -132,6 +140,9 @@ class Gateway:
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.model),
             ("/health", self.health),
+            ("/ping", self.health),
+            ("/version", self.version),
+            ("/load", self.load),
             ("/ready", self.ready),
             ("/metrics", self.metrics),
             ("/", self.page),
@@ -170,6 +181,15 @@ class Gateway:
             if traceparent := traceparent_in(request.scope):
                 parameters = {**wanted.parameters, TRACEPARENT: traceparent}
                 wanted = replace(wanted, parameters=parameters)
+            calls = None
+            if wanted.tools is not None and wanted.tools.choice != NONE:
+                found = self._tokenizing.known_format(served)
+                if found is None:
+                    found = await asyncio.to_thread(self._tokenizing.call_format, served)
+                calls = wanted.tools.reader(found.written)
+                if found.has_hidden_marks and wanted.tools.choice == DEFAULT:
+                    inputs = {**wanted.inputs, "skip_special_tokens": False}
+                    wanted = replace(wanted, inputs=inputs)
             logprobs = None
             if wanted.wants_logprobs:
                 words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)
@@ -179,7 +199,7 @@ class Gateway:
             facts = AnswerFacts(
                 route, answer_id, int(time.time()), served.name, wanted.counts_each_event
             )
-            return GenerationResponse(call, facts, wanted, self.counts, logprobs)
+            return GenerationResponse(call, facts, wanted, self.counts, logprobs, calls)
 
         generate.__name__ = f"generate_{route}"
         return generate
@@ -199,11 +219,22 @@ class Gateway:
     async def tokenize(self, request: Request) -> Response:
         wanted = await read_body(request, read_tokenize)
         served = await self._served(wanted.model)
+        await self._charge(request)
+        token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, wanted)
+        return _json({"count": len(token_ids), "tokens": token_ids})
+
+    async def detokenize(self, request: Request) -> Response:
+        model, token_ids = await read_body(request, read_detokenize)
+        served = await self._served(model)
+        await self._charge(request)
+        text = await asyncio.to_thread(self._tokenizing.text, served.checkpoint, token_ids)
+        return _json({"prompt": text})
+
+    async def _charge(self, request: Request) -> None:
+        """Count the call against the rates of the key's tenant. Raises HttpRefusal above them."""
         tenant = request.scope["tenant"]
         if tenant is not None and tenant.has_rates:
             await self.calls.describe(CHARGE, tenant_parameters(tenant.name))
-        token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, wanted)
-        return _json({"count": len(token_ids), "tokens": token_ids})
 
     async def models(self) -> Response:
         return _json({"object": "list", "data": [await self._facts("")]})
@@ -228,6 +259,13 @@ class Gateway:
 
     async def health(self) -> Response:
         return _json({"status": "alive"})
+
+    async def version(self) -> Response:
+        return _json({"version": importlib.metadata.version("mooncake-triton")})
+
+    async def load(self) -> Response:
+        """The requests of this process that have not ended, without this one."""
+        return _json({"server_load": self.counts.in_flight - 1})
 
     async def ready(self) -> Response:
         """Status 200 if the latest probe of the frontend succeeded and this process does not drain;
@@ -273,7 +311,7 @@ class Gateway:
     ) -> Response:
         """Count the refusal and make its response. `more`: further headers."""
         assert isinstance(refusal, HttpRefusal)
-        self.counts.refusals[refusal.code] += 1
+        self.counts.refused(refusal)
         return refusal_response(refusal, more)
 
     async def _left(self, request: Request, _: Exception) -> Response:

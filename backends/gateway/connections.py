@@ -230,7 +230,7 @@ class BoundedConnection(H11Protocol):
 
     def _refuse(self, refusal: HttpRefusal) -> None:
         """Send the refusal, unless an answer has begun. Then close the connection."""
-        self._counts.refusals[refusal.code] += 1
+        self._counts.refused(refusal)
         self._await("")
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(refusal.body())

@@ -3,6 +3,10 @@
 This middleware reads or makes the request id (`X-Request-Id`), and checks the API key if keys are
 configured. It limits bodies, rejects new requests while the process drains, and counts requests.
 It is plain ASGI, so it adds only one call to each message of an answer.
+
+Scripts of web pages may call the gateway if the pages' origins are allowed (CORS). A browser then
+asks first (a preflight), without the API key, and lets the script call if the answer names the
+origin.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import re
 import uuid
 from dataclasses import dataclass
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backends.gateway.events import refusal_response
@@ -27,7 +32,7 @@ REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,256}")
 REQUEST_ID_HEADER = b"x-request-id"
 # Paths that need no API key and are served during a drain. Load balancers and probes have no key.
 # The status page at / has a field for the key.
-OPEN_PATHS = {"/", "/health", "/ready"}
+OPEN_PATHS = {"/", "/health", "/ping", "/ready"}
 OTHER_PATH = "other"
 # A request that repeats one of these headers is rejected. A proxy in front of the gateway might
 # use the first header and the gateway the second, and so see another key or another body.
@@ -41,13 +46,17 @@ AMBIGUOUS = (
 FOREIGN_PAGES = (b"cross-site", b"same-site")
 FOREIGN_PAGE = (
     "this request comes from a page of another site, which is refused without API keys; give the "
-    "server keys (--api-keys)"
+    "server keys (--api-keys), or allow the page's origin (--allowed-origins)"
 )
 # Protection from DNS rebinding, in which a web page's own DNS name points to this machine.
 FOREIGN_NAME = (
     "{host} may be a foreign DNS name for this machine; without API keys call localhost or an "
     "address, or give the server keys (--api-keys). A proxy can send `Host: localhost`"
 )
+ANY = "*"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+", re.IGNORECASE)
+PREFLIGHT_S_MAX = 600  # for so many seconds a browser does not ask again
+EXPOSED = ("X-Request-Id", "Retry-After")
 CLOSE = {"Connection": "close"}
 NO_KEY = "this server needs a valid API key, as `Authorization: Bearer KEY`"
 
@@ -70,9 +79,10 @@ class Doors:
         paths: frozenset[str],
         keys: ApiKeys | None = None,
         body_bytes_max: int = BODY_BYTES_MAX,
+        allowed_origins: frozenset[str] = frozenset(),
     ) -> None:
         """`paths`: paths that are counted separately; all other paths share one count."""
-        self._keys = keys
+        self._keys, self._allowed_origins = keys, allowed_origins
         self._app, self._counts, self._paths = app, counts, paths
         self._body_bytes_max = body_bytes_max
         self._bodies_bytes = 0  # bytes of all bodies whose answers have not begun
@@ -83,6 +93,9 @@ class Doors:
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        path = scope["path"]
+        if len(path) > 1 and path.endswith("/") and path.rstrip("/") in self._paths:
+            scope = {**scope, "path": path.rstrip("/")}
         if scope["method"] == "HEAD":  # handled as GET; the server omits the body
             scope = {**scope, "method": "GET"}
         request_id = headers.get(REQUEST_ID_HEADER, b"")
@@ -106,7 +119,7 @@ class Doors:
         counts.in_flight += 1
         try:
             if (refusal := self._refusal(scope, headers)) is not None:
-                counts.refusals[refusal.code] += 1
+                counts.refused(refusal)
                 ends = CLOSE if refusal.status == 400 else None
                 await refusal_response(refusal, ends)(scope, receive, send_and_count)
                 return
@@ -126,7 +139,8 @@ class Doors:
         if scope["path"] in OPEN_PATHS:
             return None
         if self._keys is None:
-            if reason := foreign_page(scope, headers):
+            is_foreign = not is_allowed(headers.get(b"origin", b""), self._allowed_origins)
+            if is_foreign and (reason := foreign_page(scope, headers)):
                 return HttpRefusal(403, "forbidden", reason)
         else:
             scope["tenant"] = self._keys.tenant_of(bearer(headers.get(b"authorization", b"")))
@@ -195,3 +209,31 @@ def is_public_name(host: str) -> bool:
     addresses, for `localhost`, and for names without a dot, which are never public."""
     name = re.sub(r":\d*$", "", host).rstrip(".").lower()
     return "." in name and not name.endswith(".localhost") and not is_number(name.strip("[]"))
+
+
+def read_origins(text: str) -> frozenset[str]:
+    """The origins in a comma separated list. Raises ValueError for one with a path, for example."""
+    found = [each.strip().rstrip("/") for each in text.split(",") if each.strip()]
+    for each in found:
+        if each != ANY and not ORIGIN.fullmatch(each):
+            raise ValueError(
+                f"{each!r} is not an origin; write SCHEME://HOST or SCHEME://HOST:PORT"
+            )
+    return frozenset(each.lower() for each in found)
+
+
+def is_allowed(origin: bytes, allowed: frozenset[str]) -> bool:
+    """Whether a request with this header Origin comes from an allowed page."""
+    return bool(origin) and (ANY in allowed or origin.decode("latin-1").lower() in allowed)
+
+
+def answers_browsers(app: ASGIApp, allowed: frozenset[str]) -> ASGIApp:
+    """The application with answers to preflights, and with the headers of CORS."""
+    return CORSMiddleware(
+        app,
+        allow_origins=sorted(allowed),
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=EXPOSED,
+        max_age=PREFLIGHT_S_MAX,
+    )

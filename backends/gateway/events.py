@@ -5,20 +5,25 @@ constant parts of an event are encoded once per answer. The last event with text
 reason. If the client requested token counts, an event with them follows. `[DONE]` ends the stream.
 
     data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{...}]}
+
+If the answer may have tool calls, a `CallReader` finds them in its text. Then text and the parts of
+each call have events of their own, and a message whose text is held back may have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
 
 from backends.gateway.fields import CHAT
 from backends.gateway.logprobs import LogprobsWriter, PieceLogprobs, joined
+from backends.gateway.tool_use import CallReader
 from backends.statuses import HttpRefusal
+from backends.text.tool_calls.parser import CallPart, Part
 
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
@@ -68,9 +73,14 @@ class EventStream:
     """The events of one answer, as bytes."""
 
     def __init__(
-        self, facts: AnswerFacts, includes_usage: bool, logprobs: LogprobsWriter | None = None
+        self,
+        facts: AnswerFacts,
+        includes_usage: bool,
+        logprobs: LogprobsWriter | None = None,
+        calls: CallReader | None = None,
     ) -> None:
-        self._logprobs = logprobs
+        self._logprobs, self._calls = logprobs, calls
+        self._has_calls = False  # the answer has had a part of a call
         self._includes_usage = includes_usage
         self._output_tokens = self._cached_tokens = self._prompt_tokens = 0
         self._is_chat = facts.route == CHAT
@@ -109,11 +119,34 @@ class EventStream:
             end = b'}],"usage":' + self._usage() + EVENT_END
         if piece.decision:
             end = end.removesuffix(EVENT_END) + b',"decision":' + piece.decision + EVENT_END
+        if self._calls is not None:
+            return self._with_calls(self._calls, piece, between, end)
         begin = self._before + encode(piece.text.decode("utf-8", "replace")) + between
         if not piece.finish_reason:
             return begin + b"null" + end
-        reason = FINISH_REASONS.get(piece.finish_reason, piece.finish_reason)
-        return begin + encode(reason) + end + self._closing()
+        return begin + encode(_reason(piece)) + end + self._closing()
+
+    def _with_calls(
+        self, calls: CallReader, piece: AnswerPiece, between: bytes, end: bytes
+    ) -> bytes:
+        """The events of a piece in a chat with tools. Logprobs, counts and the decision are in its
+        last event."""
+        plain = self._between + b"null" + self._end
+        deltas = []
+        for part in read_parts(calls, [piece]):
+            self._has_calls |= isinstance(part, CallPart)
+            deltas.append(_delta(part))
+        has_more = between is not self._between or end is not self._end
+        if piece.finish_reason or (has_more and not deltas):
+            deltas.append(b'{"content":""' if not self._has_calls else b"{")
+        if not deltas:
+            return b""
+        choice = self._head + b'{"index":0,"delta":'
+        body = b"".join(choice + delta + plain for delta in deltas[:-1]) + choice + deltas[-1]
+        if not piece.finish_reason:
+            return body + between + b"null" + end
+        reason = encode(_reason(piece, self._has_calls))
+        return body + between + reason + end + self._closing()
 
     def _usage(self) -> bytes:
         return encode(usage(self._prompt_tokens, self._output_tokens, self._cached_tokens))
@@ -122,6 +155,45 @@ class EventStream:
         if not self._includes_usage:
             return DONE
         return self._head + b'],"usage":' + self._usage() + EVENT_END + DONE
+
+
+def read_parts(calls: CallReader, pieces: Sequence[AnswerPiece]) -> list[Part]:
+    """Text and parts of calls in consecutive pieces of an answer."""
+    text = b"".join(piece.text for piece in pieces).decode("utf-8", "replace")
+    found = list(calls.push(text))
+    return found + list(calls.finish()) if pieces[-1].finish_reason else found
+
+
+def _reason(piece: AnswerPiece, has_calls: bool = False) -> str:
+    """OpenAI's finish reason of an answer that ends with this piece."""
+    reason = FINISH_REASONS.get(piece.finish_reason, piece.finish_reason)
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _delta(part: Part) -> bytes:
+    """A `delta` without its closing bracket."""
+    if isinstance(part, str):
+        return b'{"content":' + encode(part)
+    call: dict[str, object] = {"index": part.index}
+    function = {"arguments": part.arguments}
+    if part.name:
+        call |= {"id": part.call_id, "type": "function"}
+        function = {"name": part.name, **function}
+    return b'{"tool_calls":' + encode([{**call, "function": function}])
+
+
+def _content_and_calls(parts: Sequence[Part]) -> dict[str, object]:
+    """`content` and `tool_calls` of a whole answer; `content` is None if it has only calls."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    calls: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, str):
+            continue
+        if part.name:
+            function = {"name": part.name, "arguments": ""}
+            calls.append({"id": part.call_id, "type": "function", "function": function})
+        calls[-1]["function"]["arguments"] += part.arguments
+    return {"content": text or None, "tool_calls": calls} if calls else {"content": text}
 
 
 def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:
@@ -140,7 +212,10 @@ def error_event(refusal: HttpRefusal) -> bytes:
 
 
 def whole(
-    facts: AnswerFacts, pieces: list[AnswerPiece], logprobs: LogprobsWriter | None = None
+    facts: AnswerFacts,
+    pieces: list[AnswerPiece],
+    logprobs: LogprobsWriter | None = None,
+    calls: CallReader | None = None,
 ) -> bytes:
     """An answer that is not streamed."""
     of_tokens = None
@@ -150,11 +225,14 @@ def whole(
     last = pieces[-1]
     choice: dict[str, object] = {"index": 0}
     if facts.route == CHAT:
-        choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+        if calls is not None:
+            message |= _content_and_calls(read_parts(calls, pieces))
+        choice["message"] = message
     else:
         choice["text"] = text
-    reason = FINISH_REASONS.get(last.finish_reason, last.finish_reason)
-    choice |= {"logprobs": of_tokens, "finish_reason": reason}
+    has_calls = calls is not None and "tool_calls" in message
+    choice |= {"logprobs": of_tokens, "finish_reason": _reason(last, has_calls)}
     output_tokens = sum(piece.output_tokens for piece in pieces)
     answer = {
         "id": facts.answer_id,

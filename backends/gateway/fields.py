@@ -11,15 +11,17 @@ from __future__ import annotations
 import difflib
 import reprlib
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from backends.statuses import HttpRefusal
+from backends.text.closed_schema import CLOSED_BYTES_MAX, closed
 
 INT32 = 2**31  # a 32-bit integer is -INT32 to INT32 - 1
+REFUSALS_MAX = 8  # bad fields that the refusal of one request lists
 SHOWN_CHARACTERS_MAX = 40  # an error message shows at most this part of a value
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel = 4
@@ -58,7 +60,7 @@ FIELDS = (
     Field("max_completion_tokens", "integer", "the newer name of max_tokens", routes=(CHAT,)),
     Field("min_tokens", "integer", "smallest number of tokens of the answer", "min_tokens"),
     Field("ignore_eos", "flag", "do not end the answer at an end-of-sequence token"),
-    Field("temperature", "number", "0: greedy; default 1", "temperature"),
+    Field("temperature", "temperature", "0: greedy; default 1", "temperature"),
     Field("top_p", "number", "smallest set of top tokens with this total probability", "top_p"),
     Field("top_k", "integer", "sample from the k likeliest tokens; 0 or -1: all", "top_k"),
     Field("min_p", "number", "smallest probability, relative to the likeliest token's", "min_p"),
@@ -82,6 +84,7 @@ FIELDS = (
     ),
     Field("seed", "seed", "equal seeds give equal answers; random by default"),
     Field("stop", "stop", "words that end the answer", "stop_words"),
+    Field("stop_token_ids", "token_ids", "tokens that end the answer", "stop_token_ids"),
     Field("logprobs", "flag", "return the log probability of each token", routes=(CHAT,)),
     Field(
         "top_logprobs",
@@ -94,6 +97,33 @@ FIELDS = (
         "integer",
         "return the log probability of each token, and this number of likeliest tokens, 0 to 20",
         routes=(COMPLETION,),
+    ),
+    Field("tools", "tools", "functions that the model may call", routes=(CHAT,)),
+    Field(
+        "tool_choice",
+        "tool_choice",
+        "none, auto (default), required, or the function that the model must call",
+        routes=(CHAT,),
+    ),
+    Field("parallel_tool_calls", "flag", "false: at most one call in an answer", routes=(CHAT,)),
+    Field("chat_template_kwargs", "object", "variables of the chat template", routes=(CHAT,)),
+    Field(
+        "add_generation_prompt",
+        "flag",
+        "false: the prompt ends with the last message",
+        routes=(CHAT,),
+    ),
+    Field(
+        "continue_final_message",
+        "flag",
+        "true: the answer continues the last message",
+        routes=(CHAT,),
+    ),
+    Field(
+        "skip_special_tokens",
+        "flag",
+        "false: the answer's text has special tokens, but not the end token",
+        "skip_special_tokens",
     ),
     Field("response_format", "format", "json_schema: the answer follows the schema; json_object"),
     Field("stream", "flag", "send server-sent events"),
@@ -130,9 +160,6 @@ UNSUPPORTED = (
     UnsupportedField("logit_bias", ({},)),
     UnsupportedField("echo", (False,), (COMPLETION,)),
     UnsupportedField("suffix", ("",), (COMPLETION,)),
-    UnsupportedField("tools", ([],), (CHAT,)),
-    UnsupportedField("tool_choice", ("none", "auto"), (CHAT,)),
-    UnsupportedField("parallel_tool_calls", (True, False), (CHAT,)),
     UnsupportedField("functions", ([],), (CHAT,)),
     UnsupportedField("function_call", ("none", "auto"), (CHAT,)),
     UnsupportedField("modalities", (["text"],), (CHAT,)),
@@ -145,25 +172,65 @@ UNSUPPORTED = (
     UnsupportedField("images"),
     UnsupportedField("use_beam_search", (False,)),
     UnsupportedField("length_penalty", (1,)),
-    UnsupportedField("stop_token_ids", ([],)),
     UnsupportedField("bad_words", ([],)),
     UnsupportedField("include_stop_str_in_output", (False,)),
-    UnsupportedField("skip_special_tokens", (True,)),
-    UnsupportedField("add_generation_prompt", (True,), (CHAT,)),
 )
 SECONDS_MIN, SECONDS_MAX = 0.001, 86400
+TEMPERATURE_MAX = 2  # OpenAI's limit; the conductor's own is wider
 INTEGER_SCHEMA = {"type": ["integer", "null"], "minimum": -INT32, "maximum": INT32 - 1}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "integer": INTEGER_SCHEMA,
     "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**64 - 1},
     "one": {"enum": [1, None]},
     "number": {"type": ["number", "null"]},
+    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": TEMPERATURE_MAX},
     "seconds": {"type": ["number", "null"], "minimum": SECONDS_MIN, "maximum": SECONDS_MAX},
     "flag": {"type": ["boolean", "null"]},
     "text": {"type": ["string", "null"]},
     "object": {"type": ["object", "null"]},
+    "tools": {
+        "type": ["array", "null"],
+        "items": {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string"},
+                        "description": {"type": ["string", "null"]},
+                        "parameters": {"type": ["object", "null"]},
+                        "strict": {"type": ["boolean", "null"]},
+                    },
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["function"],
+        },
+    },
+    "tool_choice": {
+        "anyOf": [
+            {"enum": ["none", "auto", "required", None]},
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "function"},
+                    "function": {
+                        "type": "object",
+                        "properties": {"name": {"type": "string"}},
+                        "required": ["name"],
+                    },
+                },
+                "required": ["type", "function"],
+            },
+        ]
+    },
     "stop": {
-        "anyOf": [{"type": ["string", "null"]}, {"type": "array", "items": {"type": "string"}}]
+        "anyOf": [
+            {"type": ["string", "null"], "minLength": 1},
+            {"type": "array", "items": {"type": "string", "minLength": 1}},
+        ]
     },
     "format": {
         "anyOf": [
@@ -195,6 +262,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             },
         ]
     },
+    "token_ids": {"type": ["array", "null"], "items": INTEGER_SCHEMA | {"type": "integer"}},
     "stream_options": {
         "type": ["object", "null"],
         "properties": {
@@ -217,15 +285,17 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "items": {
             "type": "object",
             "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant"]},
-                "content": {"type": "string"},
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": {"type": ["string", "null"]},
+                "tool_calls": {"type": ["array", "null"]},
+                "tool_call_id": {"type": ["string", "null"]},
                 "name": {"type": ["string", "null"]},
                 "refusal": {"type": ["string", "null"]},
                 "annotations": {"type": ["array", "null"]},
                 "reasoning_content": {"type": ["string", "null"]},
                 "provider_specific_fields": {"type": ["object", "null"]},
             },
-            "required": ["role", "content"],
+            "required": ["role"],
             "additionalProperties": False,
         },
     },
@@ -252,8 +322,23 @@ TOKENIZE_SCHEMA: dict[str, Any] = {
         "prompt": {"type": "string"},
         "messages": SCHEMAS["messages"],
         "add_special_tokens": SCHEMAS["flag"],
+        "tools": SCHEMAS["tools"],
+        "chat_template_kwargs": SCHEMAS["object"],
+        "add_generation_prompt": SCHEMAS["flag"],
+        "continue_final_message": SCHEMAS["flag"],
     },
     "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
+    "additionalProperties": False,
+}
+
+
+DETOKENIZE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "model": SCHEMAS["text"],
+        "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    },
+    "required": ["tokens"],
     "additionalProperties": False,
 }
 
@@ -271,24 +356,50 @@ def schema(route: str) -> dict[str, Any]:
     }
 
 
-def read(route: str, content: object) -> dict[str, Any]:
-    """Field -> checked value, without null fields. Raises HttpRefusal for the first bad field."""
+Reader = Callable[[Any], Any]  # the checked value of a field; raises HttpRefusal
+
+
+def read(route: str, content: object, readers: Mapping[str, Reader]) -> dict[str, Any]:
+    """Field -> checked value, without null fields. `readers`: of fields that this module does not
+    read, by kind. Raises HttpRefusal with all bad fields."""
     if not isinstance(content, dict):
         raise bad_field("body", f"the body is {shown(content)}; send a JSON object", None)
-    known, unsupported = TABLES[route]
     found: dict[str, Any] = {}
+    refusals: list[HttpRefusal] = []
     for name, value in content.items():
         if value is None:
             continue
-        if (field := known.get(name)) is not None:
-            found[name] = _READERS[field.kind](name, value)
-        elif name in unsupported:
-            _refuse_unless_neutral(unsupported[name], value)
-        else:
-            close = difflib.get_close_matches(name[:64], [*known, *unsupported], n=1, cutoff=0.6)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise bad_field(name[:64], f"unknown field {shown(name)}{hint}")
+        try:
+            found |= _read_field(route, name, value, readers)
+        except HttpRefusal as refusal:
+            refusals.append(refusal)
+            if len(refusals) == REFUSALS_MAX:
+                break
+    if refusals:
+        raise all_of(refusals)
     return found
+
+
+def _read_field(
+    route: str, name: str, value: object, readers: Mapping[str, Reader]
+) -> dict[str, Any]:
+    """{name: checked value}; {} for an unsupported field with a neutral value."""
+    known, unsupported = TABLES[route]
+    if (field := known.get(name)) is not None:
+        own = readers.get(field.kind)
+        return {name: own(value) if own else _READERS[field.kind](name, value)}
+    if name in unsupported:
+        _refuse_unless_neutral(unsupported[name], value)
+        return {}
+    close = difflib.get_close_matches(name[:64], [*known, *unsupported], n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise bad_field(name[:64], f"unknown field {shown(name)}{hint}")
+
+
+def all_of(refusals: Sequence[HttpRefusal]) -> HttpRefusal:
+    """One refusal with the messages of all. The first one decides its code and `param`."""
+    first, *further = refusals
+    return HttpRefusal(first.status, first.code, first.message, first.param, further=further)
 
 
 def _refuse_unless_neutral(field: UnsupportedField, value: object) -> None:
@@ -352,6 +463,14 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
+def _temperature(name: str, value: object) -> float:
+    temperature = _number(name, value)
+    if not 0 <= temperature <= TEMPERATURE_MAX:
+        what = f"{name} is {shown(value)}; send 0 (greedy) to {TEMPERATURE_MAX}"
+        raise bad_field(name, what)
+    return temperature
+
+
 def _seconds(name: str, value: object) -> float:
     seconds = _number(name, value)
     if not SECONDS_MIN <= seconds <= SECONDS_MAX:
@@ -382,7 +501,15 @@ def _stop(name: str, value: object) -> list[str]:
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise bad_field(name, f"{name} is {shown(value)}; send a string or a list of strings")
+    if "" in words:
+        raise bad_field(name, f"{name} has an empty string, which every answer has; leave it out")
     return words
+
+
+def _token_ids(name: str, value: object) -> list[int]:
+    if not isinstance(value, list):
+        raise bad_field(name, f"{name} is {shown(value)}; send a list of token ids")
+    return [_integer(f"{name}[{index}]", each) for index, each in enumerate(value)]
 
 
 def _stream_options(name: str, value: object) -> dict[str, bool]:
@@ -411,7 +538,10 @@ def _format(name: str, value: object) -> str:
             key = min(unknown)
             raise bad_field(f"{name}.json_schema.{key[:64]}", f"{name} has {shown(key)}")
         answer_schema = as_object(f"{name}.json_schema.schema", given)
-        return msgspec.json.encode(answer_schema).decode()
+        text = msgspec.json.encode(answer_schema)
+        if len(text) <= CLOSED_BYTES_MAX:
+            text = msgspec.json.encode(closed(answer_schema))
+        return text.decode()
     if wrapped is not None or kind not in ("text", "json_object"):
         raise bad_field(f"{name}.type", f"{name} is {shown(value)}; send {FORMATS}")
     return ANY_OBJECT if kind == "json_object" else ""
@@ -422,13 +552,13 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "seed": _seed,
     "one": _one,
     "number": _number,
+    "temperature": _temperature,
     "seconds": _seconds,
     "flag": as_flag,
     "text": as_text,
     "object": as_object,
     "stop": _stop,
+    "token_ids": _token_ids,
     "stream_options": _stream_options,
     "format": _format,
-    "prompt": lambda _, value: value,  # prompts.py checks `prompt` and `messages`
-    "messages": lambda _, value: value,
 }

@@ -18,9 +18,11 @@ import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from backends.errors import CONTEXT_EXCEEDED
 from backends.gateway.events import AnswerPiece
 from backends.gateway.infer_request import COUNTS, MODEL, NAME_OF_TENSOR, describe_request
 from backends.gateway.logprobs import PieceLogprobs
+from backends.gateway.tool_use import BY_TEMPLATE
 from backends.statuses import HttpRefusal, of_message, unavailable
 
 CHANNELS = 4
@@ -32,7 +34,11 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # the variable http_proxy does not apply to the frontend
     ("grpc.max_reconnect_backoff_ms", 1000),  # reconnects soon to a restarted frontend
 ]
-OF_PROMPT = ("the prompt ", "there is no prompt")  # beginnings of errors about the prompt
+OF_PROMPT = (
+    "the prompt ",
+    "there is no prompt",
+    CONTEXT_EXCEEDED,
+)  # beginnings of errors about the prompt
 PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0  # timeout and period of probes, in seconds
 END_S_MAX = 5.0  # seconds from an answer's last piece until its call is cancelled, if still open
 
@@ -43,6 +49,7 @@ class ServedModel:
 
     name: str  # the last part of the checkpoint's path
     checkpoint: str  # parameter of the conductor's config.pbtxt; "demo" if it is missing
+    tool_call_parser: str = BY_TEMPLATE  # parameter of the conductor's config.pbtxt
 
 
 class FrontendCalls:
@@ -103,7 +110,8 @@ class FrontendCalls:
                 config = answered.config
                 checkpoint = config.parameters["checkpoint"].string_value or "demo"
                 name = checkpoint.rstrip("/").rpartition("/")[2]
-                self.served = ServedModel(name, checkpoint)
+                parser = config.parameters["tool_call_parser"].string_value or BY_TEMPLATE
+                self.served = ServedModel(name, checkpoint, parser)
             self.is_ready = answer.ready  # set after `served`, which a ready gateway needs
         except grpc.RpcError:
             self.is_ready = False

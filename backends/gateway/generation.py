@@ -26,6 +26,7 @@ from backends.gateway.frontend_calls import FrontendCall
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.gateway.infer_request import GatewayRequest
 from backends.gateway.logprobs import LogprobsWriter
+from backends.gateway.tool_use import CallReader
 from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
@@ -52,10 +53,11 @@ class GenerationResponse(Response):
         request: GatewayRequest,
         counts: GatewayCounts,
         logprobs: LogprobsWriter | None = None,
+        calls: CallReader | None = None,
     ) -> None:
         super().__init__(status_code=200)
         self._call, self._facts, self._counts = call, facts, counts
-        self._request, self._logprobs = request, logprobs
+        self._request, self._logprobs, self._calls = request, logprobs, calls
         self._is_late = False
         self._is_begun = False
 
@@ -101,9 +103,11 @@ class GenerationResponse(Response):
         self._call.leave()
 
     async def _stream(self, send: Send) -> None:
-        events = EventStream(self._facts, self._request.includes_usage, self._logprobs)
+        events = EventStream(self._facts, self._request.includes_usage, self._logprobs, self._calls)
         async for piece in self._call:
             body = events.event(piece)
+            if not body:  # text that may begin a call is held back
+                continue
             if not self._is_begun:
                 self._is_begun = True
                 await send(EVENT_STREAM)
@@ -122,14 +126,14 @@ class GenerationResponse(Response):
             if piece.finish_reason:  # send the answer before the conductor closes the call
                 self._watching.cancel()
                 self._counts.messages += 1
-                body = whole(self._facts, pieces, self._logprobs)
+                body = whole(self._facts, pieces, self._logprobs, self._calls)
                 self._is_begun = True
                 await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _refuse(
         self, refusal: HttpRefusal, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        self._counts.refusals[refusal.code] += 1
+        self._counts.refused(refusal)
         if not self._is_begun:
             await refusal_response(refusal)(scope, receive, send)
             return

@@ -16,7 +16,8 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from backends.gateway import prompts
-from backends.gateway.fields import CHAT, COMPLETION, FIELDS, bad_field, read
+from backends.gateway.fields import CHAT, COMPLETION, FIELDS, Reader, bad_field, read
+from backends.gateway.tool_use import ToolUse, read_choice, tool_use
 
 MODEL = "conductor"
 TEMPERATURE = 1.0  # OpenAI's default
@@ -33,9 +34,17 @@ NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "return_log_probs": "logprobs",
     "top_logprobs": "top_logprobs",
     "guided_json": "response_format",
+    "tools": "tools",
+    "chat_template_kwargs": "chat_template_kwargs",
+}
+READERS: Mapping[str, Reader] = {  # kind of a field -> its reader
+    "messages": prompts.read_messages,
+    "prompt": prompts.read_prompt,
+    "tools": prompts.read_tools,
+    "tool_choice": read_choice,
 }
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
-TYPE_OF_KIND = {"integer": "INT32", "number": "FP32"}
+TYPE_OF_KIND = {"integer": "INT32", "number": "FP32", "temperature": "FP32"}
 # A request names only the outputs that it needs, because each output costs time.
 OUTPUTS = ("text_output", "finish_reason")
 LOGPROBS = ("output_ids", "output_log_probs", "top_token_ids", "top_log_probs")
@@ -56,6 +65,7 @@ class GatewayRequest:
     parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
     # Tensor -> name of the client's field, where it differs from NAME_OF_TENSOR; for errors.
     names: Mapping[str, str] = field(default_factory=dict)
+    tools: ToolUse | None = None  # None: the answer has no calls
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -71,15 +81,10 @@ class GatewayRequest:
 
 
 def read_request(route: str, content: object, default_seed: int) -> GatewayRequest:
-    """Read a request. Raises HttpRefusal for the first bad field."""
-    given = read(route, content)
-    inputs: dict[str, Any] = {}
-    if route == CHAT:
-        messages = prompts.read_messages(given.get("messages"))
-        inputs["messages"] = msgspec.json.encode(messages)
-    else:
-        prompt = prompts.read_prompt(given.get("prompt"))
-        inputs["text_input" if isinstance(prompt, str) else "input_ids"] = prompt
+    """Read a request. Raises HttpRefusal."""
+    given = read(route, content, READERS)
+    tools = tool_use(given) if route == CHAT else None
+    inputs = _prompt(route, given)
     inputs |= {
         each.tensor: given[each.name] for each in FIELDS if each.tensor and each.name in given
     }
@@ -95,8 +100,9 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
             names["max_tokens"] = "max_completion_tokens"
     if inputs.get("top_k") == -1:  # vLLM's value for all tokens
         inputs["top_k"] = 0
-    if not inputs.get("stop_words", True):
-        del inputs["stop_words"]
+    for name in ("stop_words", "stop_token_ids"):
+        if not inputs.get(name, True):
+            del inputs[name]
     inputs.setdefault("temperature", TEMPERATURE)
     inputs["seed"] = given.get("seed", default_seed)
     if given.get("ignore_eos"):
@@ -104,6 +110,11 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     inputs |= _logprobs(route, given)
     if schema := given.get("response_format", ""):
         inputs["guided_json"] = schema
+    if tools is not None and (calls_schema := tools.schema()):
+        if schema:
+            what = "response_format and a forced call exclude each other; send one of them"
+            raise bad_field("response_format", what)
+        inputs["guided_json"], names["guided_json"] = calls_schema, "tools"
     inputs["stream"] = is_stream = given.get("stream", False)
     parameters: dict[str, str | int | bool] = {}
     if (timeout_s := given.get("timeout", 0.0)) > 0:
@@ -126,7 +137,24 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         inputs=inputs,
         parameters=parameters,
         names=names,
+        tools=tools,
     )
+
+
+def _prompt(route: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs that make the prompt."""
+    name = "messages" if route == CHAT else "prompt"
+    if name not in given:
+        raise bad_field(name, f"{name} is missing; send at least one message or token")
+    value = given[name]
+    if route == COMPLETION:
+        return {"text_input" if isinstance(value, str) else "input_ids": value}
+    found = {"messages": msgspec.json.encode(value)}
+    if given.get("tools"):
+        found["tools"] = msgspec.json.encode(given["tools"])
+    if options := prompts.read_template_options(given):
+        found["chat_template_kwargs"] = msgspec.json.encode(options)
+    return found
 
 
 def _logprobs(route: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,6 +175,10 @@ TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in
     "messages": "BYTES",
     "stop_words": "BYTES",
     "guided_json": "BYTES",
+    "tools": "BYTES",
+    "chat_template_kwargs": "BYTES",
+    "skip_special_tokens": "BOOL",
+    "stop_token_ids": "INT32",
     "input_ids": "INT32",
     "seed": "UINT64",
     "end_id": "INT32",

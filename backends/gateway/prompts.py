@@ -7,17 +7,26 @@ conductor's errors name only the tensor.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from backends.gateway.fields import TOKENIZE_SCHEMA, as_flag, as_object, as_text, bad_field, shown
+from backends.gateway.fields import (
+    DETOKENIZE_SCHEMA,
+    TOKENIZE_SCHEMA,
+    as_flag,
+    as_object,
+    as_text,
+    bad_field,
+    shown,
+)
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
+from backends.text.tool_calls.requests import read_calls, read_functions
 
 # OpenAI's newer role `developer` becomes `system`, because chat templates have only `system`.
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # Fields of a message that chat templates do not use: the speaker's `name`, and fields of answers
 # that clients send back. LiteLLM for example sends `provider_specific_fields`.
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
@@ -40,19 +49,24 @@ def read_prompt(value: object) -> str | list[int]:
     if isinstance(value[0], str | list):
         what = "prompt is a list of prompts; a request may have 1"
         raise bad_field("prompt", what, code="unsupported")
+    return _token_ids("prompt", value)
+
+
+def _token_ids(name: str, value: list[Any]) -> list[int]:
     if len(value) > PROMPT_IDS_MAX:
-        what = f"prompt has {len(value):,} token ids; send at most {PROMPT_IDS_MAX:,}"
-        raise bad_field("prompt", what)
+        what = f"{name} has {len(value):,} token ids; send at most {PROMPT_IDS_MAX:,}"
+        raise bad_field(name, what)
     if any(type(each) is float for each in value):  # the JSON library Gson writes 42 as 42.0
         value = [int(each) if type(each) is float and each.is_integer() else each for each in value]
     for index, token_id in enumerate(value):
         if type(token_id) is not int or not 0 <= token_id <= TOKEN_ID_MAX:
-            raise bad_field("prompt", f"prompt[{index}] is {shown(token_id)}; send token ids")
+            raise bad_field(name, f"{name}[{index}] is {shown(token_id)}; send token ids")
     return value
 
 
 def read_messages(value: object) -> list[dict[str, Any]]:
-    """The messages in the conductor's format: {"role", "content"} each. Raises HttpRefusal."""
+    """The messages in the conductor's format: {"role", "content"} each, with `tool_calls` or
+    `tool_call_id`. Raises HttpRefusal."""
     if not isinstance(value, list) or not value:
         raise bad_field("messages", f"messages is {shown(value)}; send at least one message")
     return [_message(f"messages[{index}]", message) for index, message in enumerate(value)]
@@ -66,6 +80,8 @@ class TokenizeRequest:
     prompt: str
     messages: Sequence[Mapping[str, Any]]
     adds_special: bool
+    tools: Sequence[Mapping[str, Any]] = ()  # of a chat
+    template_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_tokenize(content: object) -> TokenizeRequest:
@@ -87,7 +103,41 @@ def read_tokenize(content: object) -> TokenizeRequest:
         prompt=prompt,
         messages=messages,
         adds_special=as_flag("add_special_tokens", body.get("add_special_tokens", True)),
+        tools=read_tools(body.get("tools", [])),
+        template_options=read_template_options(body),
     )
+
+
+def read_detokenize(content: object) -> tuple[str, list[int]]:
+    """(model, token ids) of a request to /detokenize. Raises HttpRefusal."""
+    body = {name: value for name, value in as_object("body", content).items() if value is not None}
+    if unknown := sorted(body.keys() - DETOKENIZE_SCHEMA["properties"].keys()):
+        raise bad_field(unknown[0][:64], f"unknown field {shown(unknown[0])}")
+    token_ids = body.get("tokens")
+    if not isinstance(token_ids, list):
+        raise bad_field("tokens", f"tokens is {shown(token_ids)}; send a list of token ids")
+    return as_text("model", body.get("model", "")), _token_ids("tokens", token_ids)
+
+
+def read_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template; {} for those of a chat whose answer begins a message."""
+    found = dict(as_object("chat_template_kwargs", given.get("chat_template_kwargs", {})))
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if name in given:
+            found[name] = as_flag(name, given[name])
+    if found.get("continue_final_message") and given.get("add_generation_prompt"):
+        what = "add_generation_prompt and continue_final_message exclude each other; send one"
+        raise bad_field("continue_final_message", what)
+    return found
+
+
+def read_tools(value: object) -> list[dict[str, Any]]:
+    """The `tools` of a chat in the conductor's format. Raises HttpRefusal."""
+    found, problem = read_functions("tools", value)
+    if found is None:
+        place = problem.split(" ", 1)[0]
+        raise bad_field(place[:64], problem)
+    return found
 
 
 def _message(name: str, value: object) -> dict[str, Any]:
@@ -99,12 +149,26 @@ def _message(name: str, value: object) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise bad_field(f"{name}.role", f"{name}.role is {shown(role)}; use {', '.join(ROLES)}")
     content = rest.pop("content", None)
+    found: dict[str, Any] = {"role": ROLES[role]}
+    if role == "assistant" and "tool_calls" in rest:
+        calls, problem = read_calls(f"{name}.tool_calls", rest.pop("tool_calls"))
+        if calls is None:
+            raise bad_field(f"{name}.tool_calls", problem)
+        found["tool_calls"] = calls
+    if role == "tool":
+        for key in ("tool_call_id", "name"):
+            if key in rest:
+                found[key] = as_text(f"{name}.{key}", rest.pop(key))
     for key in rest:
         if key not in IGNORED:
             raise _unsupported(f"{name}.{key[:64]}")
-    if content is None:
+    if content is not None:
+        found["content"] = _content(f"{name}.content", content)
+    elif role == "assistant":
+        found["content"] = None if "tool_calls" in found else ""
+    else:
         raise bad_field(f"{name}.content", f"{name} has no content; send a string")
-    return {"role": ROLES[role], "content": _content(f"{name}.content", content)}
+    return found
 
 
 def _content(name: str, value: object) -> str | list[dict[str, str]]:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from backends.config_pbtxt import checkpoint_folder
 from backends.errors import ConfigError, InvalidRequest
 from backends.gateway.fields import bad_field
+from backends.gateway.frontend_calls import ServedModel
 from backends.gateway.prompts import TokenizeRequest
+from backends.gateway.tool_use import model_format
 from backends.statuses import HttpRefusal
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
+from backends.text.tool_calls.formats import ToolCallFormat
 
 
 class ServedWords:
@@ -33,20 +38,62 @@ class ServedWords:
         return found.of(context[-CONTEXT_TOKENS:], token_id)
 
 
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a model writes tool calls."""
+
+    written: ToolCallFormat | None  # None: unknown
+    has_hidden_marks: bool  # its marks are special tokens, which answers have on request only
+
+
 class Tokenizing:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: tuple[str, Tokenizer] | None = None
+        self._formats: dict[ServedModel, CallFormat] = {}  # of the model served last
 
     def token_ids(self, checkpoint: str, request: TokenizeRequest) -> list[int]:
         tokenizer = self._tokenizer(checkpoint)
         is_chat = bool(request.messages)
         try:
-            text = tokenizer.apply_chat(request.messages) if is_chat else request.prompt
+            text = request.prompt
+            if is_chat:
+                text = tokenizer.apply_chat(
+                    request.messages, request.tools, request.template_options
+                )
             return tokenizer.encode(text, add_special=request.adds_special and not is_chat)
         except InvalidRequest as error:
             name = "messages" if is_chat else "prompt"
             raise bad_field(name, str(error)) from None
+
+    def text(self, checkpoint: str, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens included. Raises HttpRefusal 400 for an id outside
+        the vocabulary."""
+        tokenizer = self._tokenizer(checkpoint)
+        for index, token_id in enumerate(token_ids):
+            if token_id >= tokenizer.vocabulary_tokens:
+                known = f"send 0 to {tokenizer.vocabulary_tokens - 1}"
+                raise bad_field("tokens", f"tokens[{index}] is {token_id}; {known}")
+        return tokenizer.decode(token_ids, skip_special=False)
+
+    def known_format(self, served: ServedModel) -> CallFormat | None:
+        """The result of an earlier `call_format` for this model; fast."""
+        return self._formats.get(served)
+
+    def call_format(self, served: ServedModel) -> CallFormat:
+        """How the served model writes tool calls."""
+        self._formats = {served: self._call_format(served)}
+        return self._formats[served]
+
+    def _call_format(self, served: ServedModel) -> CallFormat:
+        tokenizer = self._tokenizer(served.checkpoint)
+        try:
+            found = model_format(served.tool_call_parser, tokenizer.chat_source(has_tools=True))
+        except InvalidRequest:
+            return CallFormat(None, False)  # the conductor reports the missing template
+        marks = found.marks if found is not None else ()
+        is_hidden = any(tokenizer.decode(tokenizer.encode(mark, False)) != mark for mark in marks)
+        return CallFormat(found, is_hidden)
 
     def words(self, checkpoint: str) -> ServedWords:
         return ServedWords(self._tokenizer(checkpoint))

@@ -89,6 +89,13 @@ OpenaiCertificate = Annotated[
     Path | None, typer.Option(help="PEM file: OpenAI's interface over HTTPS.")
 ]
 OpenaiPrivateKey = Annotated[Path | None, typer.Option(help="PEM file of the TLS key.")]
+AllowedOrigins = Annotated[
+    str,
+    typer.Option(
+        help="Origins of web pages whose scripts may call OpenAI's interface, like "
+        "http://localhost:3000; comma separated. * with --api-keys only. Default: none."
+    ),
+]
 OtlpEndpoint = Annotated[
     str,
     typer.Option(help="Trace requests to this OpenTelemetry collector (gRPC): http://HOST:4317."),
@@ -190,6 +197,7 @@ def serve(
     openai_workers: OpenaiWorkers = 1,
     openai_certificate: OpenaiCertificate = None,
     openai_private_key: OpenaiPrivateKey = None,
+    allowed_origins: AllowedOrigins = "",
     log_format: LogFormat = None,
     log_bytes: LogBytes = "64M",
     otlp_endpoint: OtlpEndpoint = "",
@@ -208,7 +216,7 @@ def serve(
             log_format or "", parse_bytes(log_bytes, "--log-bytes"), otlp_endpoint
         ),
         "gateway": GatewayOptions(
-            openai_port, openai_workers, openai_certificate, openai_private_key
+            openai_port, openai_workers, openai_certificate, openai_private_key, allowed_origins
         ),
     }
     if ready_s_max is not None:

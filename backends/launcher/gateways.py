@@ -48,6 +48,12 @@ def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
     is_open = not is_loopback(gateway.listen) and env.get(INSECURE_VARIABLE) != "1"
     if is_open and not env.get(api_keys.VARIABLE):
         found.append(f"{gateway.listen} {UNGUARDED}")
+    for origin in filter(None, gateway.allowed_origins.split(",")):
+        if origin.strip() == "*" and not env.get(api_keys.VARIABLE):
+            found.append(
+                "--allowed-origins *: with it, every web page could use this server; name "
+                "the pages' origins, or a file of keys (--api-keys)"
+            )
     if bool(gateway.certificate) != bool(gateway.private_key):
         found.append("--openai-certificate and --openai-private-key belong together: name both")
     for path in (gateway.certificate, gateway.private_key):
@@ -114,4 +120,6 @@ class Gateways:
         options += ["--shared"] if plan.processes > 1 else []
         if plan.certificate:
             options += ["--certificate", plan.certificate, "--private-key", plan.private_key]
+        if plan.allowed_origins:
+            options += ["--allowed-origins", plan.allowed_origins]
         return Command([sys.executable, "-m", "backends.gateway", *options], self._env)

@@ -64,6 +64,7 @@ class GatewayOptions:
     workers: int = 1  # number of gateway processes that share the port
     certificate: Path | None = None  # PEM file; None for plain HTTP
     private_key: Path | None = None  # PEM file; None for plain HTTP
+    allowed_origins: str = ""  # origins of web pages that browsers let call it, comma separated
 
     def plan(self, address: str) -> GatewayPlan | None:
         if not self.port:
@@ -71,7 +72,7 @@ class GatewayOptions:
         files = [
             str(path.resolve()) if path else "" for path in (self.certificate, self.private_key)
         ]
-        return GatewayPlan(f"{address}:{self.port}", self.workers, *files)
+        return GatewayPlan(f"{address}:{self.port}", self.workers, *files, self.allowed_origins)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

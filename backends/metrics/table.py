@@ -345,6 +345,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_gateway_refusals_total", "requests", (GATEWAY,),
                 "Requests that got an error before or during their answer, by the error's `code`.",
                 Label("code")),
+        counter("mooncake_gateway_refused_fields_total", "requests", (GATEWAY,),
+                "Requests with status 400, by the `field` that was wrong or is not supported; "
+                "`other` is a name that the interface does not have.",
+                Label("field")),
         counter("mooncake_gateway_messages_total", "messages", (GATEWAY,),
                 "Events of streams, and whole answers, that were sent to clients."),
         counter("mooncake_gateway_clients_left_total", "requests", (GATEWAY,),

@@ -11,6 +11,10 @@ template prints the word in the client's form, the content is not changed. Other
 converted to the other form. A template that prints the word in neither form is assumed to read
 parts if it loops over `content`, and strings otherwise, as in vLLM.
 
+A template that mentions `tools` gets the tools of the request, and messages with `tool_calls`. The
+arguments of a call are an object, or text for a template that fails with an object. Any other
+template gets them as text of its messages (tool_calls/prompt.py).
+
 Not here: reading the template's file (tokenizer.py), checking messages (frontend/request.py).
 """
 
@@ -30,13 +34,19 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from backends.errors import ConfigError, InvalidRequest
+from backends.text.tool_calls.formats import mentions_tools
+from backends.text.tool_calls.prompt import as_plain_messages
 
-DEFAULT = "default"  # name of the template that is used if there are several
+# Names of the templates that are used if there are several: for a chat with tools, and otherwise.
+TOOL_USE, DEFAULT = "tool_use", "default"
 PROBE = "Mooncakeprobe"  # the known word of the trials; a template may change its case
 # A template that reads only strings prints a list of parts with quotes and the key "text".
 PRINTED_PARTS = re.compile(rf"""['"]text['"]:\s*['"]{PROBE}""", re.IGNORECASE)
 ROLES = ("system", "user", "assistant", "tool")  # other roles are tried as `user`
-Content = str | list[dict[str, str]]  # parts are {"type": "text", "text": ...}
+Content = str | list[dict[str, str]] | None  # parts are {"type": "text", "text": ...}
+READS_NONE = re.compile(r"content(['\"]\])?\s+is\s+(not\s+)?none", re.IGNORECASE)
+# Options of transformers' apply_chat_template that are not variables of the template.
+GENERATION, CONTINUE = "add_generation_prompt", "continue_final_message"
 
 
 class _Generation(Extension):
@@ -63,42 +73,111 @@ def templates(written: Any) -> dict[str, str]:
         ) from None
 
 
-def render(
-    named: Mapping[str, str],
-    messages: Sequence[Mapping[str, Any]],
-    special_tokens: Mapping[str, str],
-) -> str:
-    """Render messages with the default template of `named`, or with its only one. Raises
-    InvalidRequest if there is neither, or if the template fails or prints no text."""
+def source_of(named: Mapping[str, str], has_tools: bool = False) -> str:
+    """The template for a chat; raises InvalidRequest if there are several and none is a default."""
+    if has_tools and TOOL_USE in named:
+        return named[TOOL_USE]
     if DEFAULT not in named and len(named) > 1:
         raise InvalidRequest(
             f"this checkpoint has the chat templates {', '.join(sorted(named))} but no default; "
             "send text_input (in OpenAI's interface: /v1/completions) instead of messages"
         )
-    source = named.get(DEFAULT) or next(iter(named.values()))
-    names = tuple(sorted(special_tokens.items()))
+    return named.get(DEFAULT) or next(iter(named.values()))
+
+
+def render(
+    named: Mapping[str, str],
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: Mapping[str, str],
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """Render messages with one of the templates `named`. `options`: variables of the template,
+    GENERATION and CONTINUE. Raises InvalidRequest if there is no template to choose, or if the
+    template fails or prints no text."""
+    options = {GENERATION: True, CONTINUE: False, **(options or {})}
+    source, names = source_of(named, bool(tools)), tuple(sorted(special_tokens.items()))
+    given = list(messages)
+    if mentions_tools(source):
+        given = [_with_arguments(source, names, each) for each in given]
+    elif tools or any(each.get("tool_calls") for each in given):
+        given, tools = as_plain_messages(given, tools), ()
     try:
-        prompt = _prompt(source, [_converted(source, names, each) for each in messages], names)
+        converted = [_converted(source, names, each) for each in given]
+        prompt = _prompt(source, converted, names, tools, options)
     except Exception as error:  # Catch all: a template is a foreign program and may raise anything
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise InvalidRequest(
             f"messages: the checkpoint's chat template rejected them ({reason})"
         ) from None
-    if not prompt.strip() and any(_has_text(each["content"]) for each in messages):
+    if not prompt.strip() and any(_has_text(each["content"]) for each in given):
         raise InvalidRequest("messages: the checkpoint's chat template rendered an empty prompt")
     return prompt
 
 
 def _prompt(
-    source: str, messages: list[dict[str, Any]], special_tokens: tuple[tuple[str, str], ...]
+    source: str,
+    messages: list[dict[str, Any]],
+    special_tokens: tuple[tuple[str, str], ...],
+    tools: Sequence[Mapping[str, Any]] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> str:
-    return _compiled(source).render(
-        messages=messages,
-        add_generation_prompt=True,
-        tools=None,
-        documents=None,
-        **dict(special_tokens),
+    variables = {**dict(special_tokens), "documents": None, GENERATION: True, **(options or {})}
+    is_continued = variables.pop(CONTINUE, False)
+    if is_continued:
+        variables[GENERATION] = False
+    prompt = _compiled(source).render(
+        variables | {"messages": messages, "tools": list(tools) or None}
     )
+    return _until_content(prompt, messages[-1]["content"]) if is_continued else prompt
+
+
+def _until_content(prompt: str, content: Content) -> str:
+    """The prompt up to the end of the last message's text, without what ends the message."""
+    text = (content[-1]["text"] if isinstance(content, list) else content) or ""
+    at = prompt.rfind(text.strip())
+    if at < 0:
+        raise InvalidRequest(f"{CONTINUE}: the chat template does not print the last message")
+    end = at + len(text.strip())
+    kept = text[len(text.rstrip()) :]  # white space that the template may have removed
+    return prompt[:end] + (kept if prompt[end:].startswith(kept) else "")
+
+
+def _with_arguments(
+    source: str, special_tokens: tuple[tuple[str, str], ...], message: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """The message with the arguments of its calls in a form that the template reads."""
+    calls = message.get("tool_calls")
+    if not calls or _reads_objects(source, special_tokens):
+        return message
+    written = []
+    for call in calls:
+        function = dict(call["function"])
+        if not isinstance(function["arguments"], str):
+            function["arguments"] = _tojson(function["arguments"])
+        written.append({**call, "function": function})
+    return {**message, "tool_calls": written}
+
+
+@lru_cache(maxsize=8)
+def _reads_objects(source: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
+    """Whether the template renders a call whose arguments are an object."""
+    function = {"name": "f", "arguments": {"a": 1}}
+    call = {"id": "callcall0", "type": "function", "function": function}
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "x", "tool_call_id": call["id"], "name": "f"},
+    ]
+    try:
+        _prompt(
+            source, [_converted(source, special_tokens, each) for each in messages], special_tokens
+        )
+    except TypeError:
+        return False
+    except Exception:  # Catch all: a template may reject the probe for another reason
+        return True
+    return True
 
 
 def _converted(
@@ -107,6 +186,8 @@ def _converted(
     """The message with its content in a form that the template reads."""
     content = message["content"]
     role = message["role"] if message["role"] in ROLES else "user"
+    if content is None:  # only beside calls
+        return {**message, "content": None if READS_NONE.search(source) else ""}
     reads_text, reads_parts = _forms(source, special_tokens, role)
     if isinstance(content, str):
         content = content if reads_text else _parts(content)
@@ -120,7 +201,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def _has_text(content: Content) -> bool:
-    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    texts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
     return any(not text.isspace() and text for text in texts)
 
 

@@ -50,7 +50,8 @@ ANNOTATIONS = {
     "contentEncoding",
     "contentMediaType",
 }
-SCHEMAS_BY_NAME = {"properties", "patternProperties", "$defs", "definitions"}
+DEFINITIONS = {"$defs", "definitions"}
+SCHEMAS_BY_NAME = {"properties", "patternProperties"} | DEFINITIONS
 SCHEMAS_IN_A_LIST = {"anyOf", "oneOf", "allOf", "prefixItems"}
 ONE_SCHEMA = {"items", "additionalProperties", "additionalItems"}
 WHOLE_NUMBERS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
@@ -94,7 +95,7 @@ def constraints_of(schema: Any) -> Any:
     for keyword in schema:
         if keyword not in KEYWORDS or keyword in ("uniqueItems", "$schema"):
             continue
-        parts = [(name, constraints_of(part)) for name, part in _parts(keyword, schema[keyword])]
+        parts = [(name, constraints_of(part)) for name, part in parts_of(keyword, schema[keyword])]
         if keyword in SCHEMAS_BY_NAME:
             kept[keyword] = dict(parts)
         elif isinstance(schema[keyword], list) and parts:
@@ -120,11 +121,11 @@ def keywords_in(schema: Any) -> set[str]:
     if not isinstance(schema, dict):
         return set()
     own = schema.keys() & KEYWORDS
-    parts = [part for keyword in own for _, part in _parts(keyword, schema[keyword])]
+    parts = [part for keyword in own for _, part in parts_of(keyword, schema[keyword])]
     return own.union(*map(keywords_in, parts))
 
 
-def _parts(keyword: str, value: Any) -> list[tuple[Any, Any]]:
+def parts_of(keyword: str, value: Any) -> list[tuple[Any, Any]]:
     """(name or index, schema) of each schema in the value; (None, value) if it is one schema."""
     if keyword in SCHEMAS_BY_NAME and isinstance(value, dict):
         return list(value.items())
@@ -137,7 +138,7 @@ def _places(schema: Any, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
     """Paths of the schema and all its parts, to which references may point."""
     yield where
     for keyword, value in schema.items() if isinstance(schema, dict) else ():
-        for name, part in _parts(keyword, value):
+        for name, part in parts_of(keyword, value):
             yield from _places(part, (*where, keyword, *([] if name is None else [str(name)])))
 
 
@@ -177,7 +178,7 @@ class _Walk:
             if problem:
                 yield f"{keyword} at {where}: {problem}"
             else:
-                for name, part in _parts(keyword, value):
+                for name, part in parts_of(keyword, value):
                     below = "" if name is None else f"/{_shown(str(name))}"
                     yield from self.of(part, f"{where}/{keyword}{below}")
 

@@ -17,6 +17,8 @@ word whose last byte comes first wins. Of several that end at the same byte, the
 Further rules:
 
 * Special tokens, `end_ids` and ids outside the vocabulary have no text, but are released in order.
+  With `shows_special`, a special token that is no end id has its name as text. It is no context of
+  the next token.
 * The text of a stop word is not sent. If a stop word begins inside a token, the token is released,
   and `cut_bytes` limits the text of the delta.
 * A stop word that is complete within the first `min_tokens` tokens is ignored. A stop word that
@@ -141,8 +143,10 @@ class TextStream:
         stop_words: Sequence[str] = (),
         end_ids: Iterable[int] = (),
         min_tokens: int = 0,
+        shows_special: bool = False,
     ) -> None:
         self._tokens = tokenizer.token_bytes
+        self._special_of = tokenizer if shows_special else None  # decodes special tokens
         self._pushed = _context(self._tokens, context_ids)  # context of the next token to push
         self._released = self._pushed.copy()  # context of the first held token
         self._decoder = _decoder_after(self._tokens, self._pushed)
@@ -198,6 +202,8 @@ class TextStream:
         if self._has_text(token_id):
             piece = self._tokens.of(tuple(self._pushed), token_id)
             self._pushed.append(token_id)
+        elif self._special_of is not None and token_id not in self._end_ids:
+            piece = self._special_of.decode([token_id], skip_special=False).encode()
         self._held.append((token_id, piece))
         before_bytes = self._pushed_bytes
         self._pushed_bytes += len(piece)

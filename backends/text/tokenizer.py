@@ -104,8 +104,14 @@ class Tokenizer:
         known = [token_id for token_id in token_ids if token_id >= 0]
         return str(self._backend.decode(known, skip_special_tokens=skip_special))
 
-    def apply_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt of a chat, up to the beginning of the assistant's answer.
+    def apply_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt of a chat, up to the beginning of the assistant's answer. `options`: variables
+        of the template, as for transformers' apply_chat_template.
 
         Encode the prompt with add_special=False, because the template itself writes BOS. Raises
         InvalidRequest if there is no template, or if the template rejects the messages.
@@ -115,7 +121,11 @@ class Tokenizer:
                 "this checkpoint has no chat template; send text_input (in OpenAI's interface: "
                 "/v1/completions) instead of messages"
             )
-        return chat_template.render(self._templates, messages, self._special_tokens)
+        return chat_template.render(self._templates, messages, self._special_tokens, tools, options)
+
+    def chat_source(self, has_tools: bool = False) -> str:
+        """The chat template's text; "" without one. Raises InvalidRequest as `apply_chat` does."""
+        return chat_template.source_of(self._templates, has_tools) if self._templates else ""
 
     @cached_property
     def vocabulary_tokens(self) -> int:

@@ -220,6 +220,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
             sampling.stop_words,
             sampling.end_ids,
             max(sampling.min_tokens - decided, 0),
+            sampling.shows_special,
         )
         # The frontend has made the same delta of this token, so the delta is not used here.
         self._text.push([self.token_ids[-1]], logprobs=request.first_logprobs)

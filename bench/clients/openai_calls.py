@@ -10,10 +10,10 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from bench.clients.call_matrix import (
     CALL_S_MAX,
@@ -133,6 +133,42 @@ def streamed_by_its_helper(server: CalledServer) -> str:
     return f"{kinds}: {message.content!r}"
 
 
+class Weather(BaseModel):
+    city: Literal["Paris", "Rome", "Oslo"]
+    days: Annotated[int, Field(ge=1, le=9)]
+
+
+WEATHER: dict[str, Any] = openai.pydantic_function_tool(Weather, name="weather")  # type: ignore[assignment]
+
+
+def checked_calls(calls: Any) -> list[Weather]:
+    assert calls, "the answer has no call"
+    assert all(call.type == "function" and call.function.name == "weather" for call in calls)
+    assert len({call.id for call in calls}) == len(calls)
+    return [Weather.model_validate_json(call.function.arguments) for call in calls]
+
+
+def a_loop_of_tools(server: CalledServer) -> str:
+    """A forced call, its result, and an answer; then the call of a named function, streamed."""
+    client = synchronous(server)
+    more = asked(server, max_tokens=100, tools=[WEATHER], parallel_tool_calls=False)
+    choice = client.chat.completions.create(**more, tool_choice="required").choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    [wanted] = checked_calls(choice.message.tool_calls)
+    [call] = choice.message.tool_calls or []
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    turn = [*MESSAGES, choice.message.model_dump(exclude_none=True), result]
+    answer = client.chat.completions.create(**more | {"messages": turn, "max_tokens": 8})
+    assert answer.usage is not None and answer.choices[0].finish_reason in ("stop", "length")
+    named = {"type": "function", "function": {"name": "weather"}}
+    with client.chat.completions.stream(**more, tool_choice=named) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.done" in kinds and final.finish_reason == "tool_calls"
+    [again] = checked_calls(final.message.tool_calls)
+    return f"{wanted!r}, then {answer.choices[0].message.content!r}; streamed: {again!r}"
+
+
 def completion(server: CalledServer) -> str:
     client = synchronous(server)
     more: dict[str, Any] = {
@@ -230,7 +266,8 @@ def wrong_fields(server: CalledServer) -> str:
         ({"n": 2}, openai.BadRequestError, "n"),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias"),
         ({"top_p": 7}, openai.BadRequestError, "top_p"),
-        ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
+        ({"max_tokens": 10**6}, openai.BadRequestError, "messages"),
+        ({"temperature": 2.5}, openai.BadRequestError, "temperature"),
         ({"extra_body": {"max_tokns": 5}}, openai.BadRequestError, "max_tokns"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -417,6 +454,7 @@ CALLS: tuple[Call, ...] = (
     chat_streamed,
     an_answer_as_an_object,
     streamed_by_its_helper,
+    a_loop_of_tools,
     completion,
     tokens_in_and_out,
     asynchronous,

@@ -3,8 +3,8 @@
 It isolates a gateway: no model computes, so a stream is as fast, or as evenly paced, as a test or a
 measurement needs. The request's `max_tokens` sets the number of tokens. Its text selects errors:
 `fail:WORDS` before the first token, `break:WORDS` after the third one, `silent` forever; after the
-last one `late:WORDS`, `abort:` aborts the call, `linger:` keeps it open. Calls whose client left
-are counted.
+last one `late:WORDS`, `abort:` aborts the call, `linger:` keeps it open. With `say:WORDS`, the
+answer has this text, PIECE_CHARACTERS in a token. Calls whose client left are counted.
 
     python -m bench.harness.replayed_frontend --address 127.0.0.1:9001
 
@@ -27,6 +27,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from backends.tensors import CHARGE, CLUSTER
 
 TOKEN_TEXT = " word"
+PIECE_CHARACTERS = 5
 TOKENS_DEFAULT = 8
 BROKEN_AFTER = 3
 TOKEN_ID, LOG_PROB = 261, -0.5
@@ -116,6 +117,10 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield service_pb2.ModelStreamInferResponse(error_message=words)
             return
         top = _integer(said.get("top_logprobs", b""))
+        if verb == "say":
+            for message in _said(words, tokens if "max_tokens" in said else len(words)):
+                yield response(outputs, *message, top)
+            return
         if not said.get("stream", b"\0")[0]:
             yield response(outputs, TOKEN_TEXT * tokens, "length", tokens, top)
             return
@@ -128,6 +133,15 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
             if self.interval_s:
                 await asyncio.sleep(self.interval_s)
         yield response(outputs, TOKEN_TEXT, "length", 1, top)
+
+
+def _said(words: str, tokens_max: int) -> list[tuple[str, str, int]]:
+    """(text, finish reason, tokens) of each message of an answer with these words."""
+    starts = range(0, len(words), PIECE_CHARACTERS)
+    pieces = [words[at : at + PIECE_CHARACTERS] for at in starts]
+    reason = "end_id" if len(pieces) <= tokens_max else "length"
+    kept = pieces[:tokens_max]
+    return [(piece, "", 1) for piece in kept[:-1]] + [(kept[-1], reason, 1)]
 
 
 def response(

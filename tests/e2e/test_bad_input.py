@@ -21,7 +21,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "prompt that leaves no room": ({"input_ids": [20] * CONTEXT}, "8192"),
     "max_tokens 0": ({**PROMPT, "max_tokens": 0}, "max_tokens is 0; use 1 to"),
     "max_tokens negative": ({**PROMPT, "max_tokens": -5}, "max_tokens is -5; use 1 to"),
-    "max_tokens huge": ({**PROMPT, "max_tokens": 2**31 - 1}, "max_tokens is 2147483647; use 1 to"),
+    "max_tokens huge": (
+        {**PROMPT, "max_tokens": 2**31 - 1},
+        "maximum context length is 8192 tokens",
+    ),
     "invalid UTF-8": ({"text_input": b"\xff\xfe abc"}, "UTF-8"),
     "temperature NaN": ({**PROMPT, "temperature": float("nan")}, "temperature is nan; use 0"),
     "temperature negative": ({**PROMPT, "temperature": -1.0}, "temperature is -1.0"),

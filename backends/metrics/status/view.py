@@ -125,6 +125,7 @@ class PeriodView(msgspec.Struct, frozen=True):
     seconds: float  # length of the period; 0: the period since the server started
     requests: dict[str, int]  # by outcome; outcomes with 0 are left out
     rejections: dict[str, int]  # by reason; reasons with 0 are left out
+    refused_fields: dict[str, int]  # requests with a wrong or unsupported field, by its name
     ttft: Latency
     tbt: Latency
     token_s: float | None  # mean time per token of all streams, including unfinished streams
@@ -211,6 +212,7 @@ def span(change: Change) -> PeriodView:
         seconds=change.seconds,
         requests=_counts(change.by("mooncake_requests_total", "outcome")),
         rejections=_counts(change.by("mooncake_rejections_total", "reason")),
+        refused_fields=_counts(change.by("mooncake_gateway_refused_fields_total", "field")),
         ttft=latency(change, "mooncake_ttft_seconds"),
         tbt=latency(change, "mooncake_tbt_seconds"),
         token_s=intervals_s / intervals if intervals else None,

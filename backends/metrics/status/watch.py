@@ -181,6 +181,9 @@ def ended_table(view: View) -> Table:
             for reason, ever in total.rejections.items():
                 now = recent.rejections.get(reason, 0)
                 table.add_row(f"  {reason}", per_s(recent, now), number(ever))
+    for name, ever in total.refused_fields.items():
+        now = recent.refused_fields.get(name, 0)
+        table.add_row(f"refused field {name}", per_s(recent, now), number(ever))
     if view.retries:
         table.add_row("further attempts", "", number(view.retries))
     return table

@@ -191,7 +191,7 @@ def test_extreme_temperatures_still_draw_a_token(temperature: float) -> None:
     [
         ({"max_tokens": 0}, "max_tokens is 0; use 1 to 90"),
         ({"max_tokens": -1}, "max_tokens is -1; use 1 to 90"),
-        ({"max_tokens": 91}, "max_tokens is 91; use 1 to 90"),
+        ({"max_tokens": 91}, "maximum context length is 100 tokens"),
         ({"min_tokens": -1}, "min_tokens is -1"),
         ({"min_tokens": 21}, "min_tokens is 21; use 0 to max_tokens (20)"),
         ({"temperature": float("nan")}, "temperature is nan"),

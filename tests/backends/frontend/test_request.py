@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from backends import tensors
 from backends.errors import InvalidRequest
 from backends.frontend.request import ClientRequest, parse, parse_prompt
+from backends.text.tokenizer import Tokenizer
 from tests.backends.asking import DTYPES, LIMITS, TOKENIZER, array, ask, assert_matches, refusal
-from tests.backends.small_tokenizers import BOS, tokenizer_of
+from tests.backends.small_tokenizers import BOS, byte_level, tokenizer_of
 
 
 def test_only_a_prompt_is_needed_and_every_default_is_filled_in() -> None:
@@ -120,6 +121,7 @@ def test_describe_needs_no_prompt() -> None:
 
 
 LONG_CHAT = json.dumps([{"role": "user", "content": "hello " * 2000}])
+CHAT = json.dumps([{"role": "user", "content": "hello"}])
 
 
 @pytest.mark.parametrize(
@@ -131,8 +133,8 @@ LONG_CHAT = json.dumps([{"role": "user", "content": "hello " * 2000}])
         ({"text_input": "a", "input_ids": [1]}, "given 2 times; send exactly one of text_input"),
         ({"text_input": b"ab\xff"}, "text_input is not valid UTF-8 at byte 2"),
         ({"text_input": "x" * (4 * 1024**2 + 1)}, "4,194,305 bytes; send at most 4,194,304"),
-        ({"text_input": "hello " * 2000}, "leaves no room for output in a context of 512"),
-        ({"messages": LONG_CHAT}, "leaves no room for output in a context of 512"),
+        ({"text_input": "hello " * 2000}, "length is 512 tokens.*leaves no room for output"),
+        ({"messages": LONG_CHAT}, "length is 512 tokens.*leaves no room for output"),
         ({"input_ids": []}, "the prompt is empty"),
         ({"input_ids": [1] * 512}, "512 tokens, which leaves no room.*at most 511"),
         ({"input_ids": [1, -1, 999, 2]}, "2 token id.* the first is -1 at index 1; use 0 to 340"),
@@ -145,7 +147,14 @@ LONG_CHAT = json.dumps([{"role": "user", "content": "hello " * 2000}])
         ({"messages": '[{"role": "", "content": "a"}]'}, "role is empty"),
         ({"messages": '[{"role": "user", "content": 5}]'}, "content is 5; send a string"),
         ({"messages": '[{"role": "user", "content": "\\ud800"}]'}, "content is not valid UTF-8"),
-        ({"messages": '[{"role": "a", "content": "b", "tool_calls": 1}]'}, "has 'tool_calls'"),
+        ({"messages": '[{"role": "a", "content": "b", "tool_calls": 1}]'}, "is not a list"),
+        ({"messages": '[{"role": "a", "content": "b", "functions": 1}]'}, "has 'functions'"),
+        ({"messages": '[{"content": "b"}]'}, r"messages\[0\] has no role"),
+        ({"messages": CHAT, "tools": "[1]"}, r"tools\[0\] is not an object"),
+        ({"messages": CHAT, "tools": "{"}, "tools is not valid JSON"),
+        ({"text_input": "a", "tools": "[]"}, "tools needs messages; the prompt is text_input"),
+        ({"messages": CHAT, "chat_template_kwargs": "[]"}, "send a JSON object"),
+        ({"messages": CHAT, "chat_template_kwargs": '{"messages": 1}'}, "has messages, which"),
         ({"messages": '[{"role": "a", "content": [{"type": "image"}]}]'}, "only parts of type"),
         ({"messages": '[{"role": "a", "content": [{"type": "text"}]}]'}, "text is None"),
     ],
@@ -303,3 +312,24 @@ def test_any_json_is_refused_or_understood(name: str, text: bytes) -> None:
         ask(**{key: value for key, value in inputs.items() if value is not None})
     except InvalidRequest as error:
         assert str(error)
+
+
+def test_tools_and_variables_of_the_template_reach_the_prompt() -> None:
+    template = (
+        "{{ tools[0].function.name if tools }}{{ style }}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}!{% endif %}"
+    )
+    tokenizer = Tokenizer(byte_level(), {"chat_template": template})
+
+    def prompt(**more: Any) -> str:
+        call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+        talk = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+        inputs = {"messages": talk, **more}
+        sent = {name: array(name, json.dumps(value)) for name, value in inputs.items()}
+        return tokenizer.decode(parse(sent, {}, tokenizer, LIMITS).prompt_ids.tolist())
+
+    assert prompt() == "af!"
+    tools = [{"type": "function", "function": {"name": "g"}}]
+    options = {"style": "S", "add_generation_prompt": False}
+    assert prompt(tools=tools, chat_template_kwargs=options) == "gSaf"

@@ -49,7 +49,7 @@ def test_the_default_length_shrinks_to_what_fits_and_grows_to_min_tokens() -> No
     [
         (
             {"input_ids": [1] * 12, "max_tokens": 501},
-            "max_tokens is 501; use 1 to 500 .*512 .*12 t",
+            "length is 512 tokens.*requested 513 tokens .12 in.*501 in.*1 to 500",
         ),
         ({"max_tokens": 0}, "max_tokens is 0; use 1 to"),
         ({"max_tokens": -5}, "max_tokens is -5; use 1 to"),

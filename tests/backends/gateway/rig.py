@@ -13,6 +13,7 @@ from typing import Any
 
 from backends.gateway.app import PATHS, Gateway, GatewaySettings
 from backends.gateway.connections import BoundedListener
+from backends.gateway.doors import read_origins
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.server import DrainingServer, Listening, draining_server, listening_socket
 from backends.tenants import ApiKeys
@@ -115,9 +116,15 @@ def unchunked(raw: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def rig(keys: ApiKeys | None = None, listening: Listening = LOOPBACK) -> AsyncIterator[Rig]:
+async def rig(
+    keys: ApiKeys | None = None, listening: Listening = LOOPBACK, origins: str = ""
+) -> AsyncIterator[Rig]:
     frontend = ReplayedFrontend()
-    settings = GatewaySettings(f"127.0.0.1:{await frontend.start()}", body_bytes_max=BODY_BYTES_MAX)
+    settings = GatewaySettings(
+        f"127.0.0.1:{await frontend.start()}",
+        body_bytes_max=BODY_BYTES_MAX,
+        allowed_origins=read_origins(origins),
+    )
     gateway = Gateway(settings, keys)
     with contextlib.closing(listening_socket(listening)) as listener:
         server = draining_server(gateway, listening, WAIT_S_MAX, listener)
@@ -143,9 +150,10 @@ def run(
     test: Callable[[Rig], Awaitable[None]],
     keys: ApiKeys | None = None,
     listening: Listening = LOOPBACK,
+    origins: str = "",
 ) -> None:
     async def within() -> None:
-        async with rig(keys, listening) as made:
+        async with rig(keys, listening, origins) as made:
             await test(made)
 
     asyncio.run(within())

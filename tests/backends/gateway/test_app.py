@@ -329,7 +329,7 @@ def test_a_body_that_is_no_request_is_400() -> None:
 
 def test_paths_and_models_that_are_not_there_are_404_and_known_ones_refused_by_name() -> None:
     async def check(rig: Rig) -> None:
-        for path in ("/page", "/v1", "/v1/chat/completions/", "/v1/files", "/docs", "/v1/models/x"):
+        for path in ("/page", "/v1", "/v1/files", "/docs", "/v1/models/x"):
             answer = await rig.send("GET", path)
             assert (answer.status, answer.error["type"]) == (404, "not_found_error"), path
         for path in UNSUPPORTED_PATHS:

@@ -177,6 +177,14 @@ def test_ignore_eos_ends_at_max_tokens_only(tokenizer: Tokenizer) -> None:
     assert read.sampling.end_ids == tokenizer.eos_ids
 
 
+def test_stop_token_ids_end_the_answer_beside_the_end_token(tokenizer: Tokenizer) -> None:
+    read = as_the_conductor_reads(completion(stop_token_ids=[7, 9, 7]), tokenizer)
+    assert read.sampling.end_ids == (*tokenizer.eos_ids, 7, 9)
+    assert completion(stop_token_ids=[]) == completion()
+    read = as_the_conductor_reads(completion(stop_token_ids=[7], ignore_eos=True), tokenizer)
+    assert read.sampling.end_ids == (7,)
+
+
 def test_max_completion_tokens_is_the_newer_name() -> None:
     assert chat(max_completion_tokens=5).inputs["max_tokens"] == 5
     assert chat(max_completion_tokens=5, max_tokens=5) == chat(max_tokens=5)
@@ -246,7 +254,14 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
             "response_format.json_schema.schema",
         ),
         (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools[0].function"),
+        (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+        (CHAT, {"temperature": 2.1}, "temperature"),
+        (CHAT, {"temperature": -0.1}, "temperature"),
+        (CHAT, {"stop": ""}, "stop"),
+        (CHAT, {"stop_token_ids": 5}, "stop_token_ids"),
+        (CHAT, {"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+        (CHAT, {"stop": ["a", ""]}, "stop"),
         (CHAT, {"audio": {}}, "audio"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": "hi"}, "messages"),
@@ -255,7 +270,7 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (CHAT, {"messages": [*MESSAGES, {"role": "tool", "content": "x"}]}, "messages[1].role"),
+        (CHAT, {"messages": [*MESSAGES, {"role": "bot", "content": "x"}]}, "messages[1].role"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -418,16 +433,16 @@ LONG = "word " * 50_000
 @pytest.mark.parametrize(
     ("route", "said", "param"),
     [
-        (COMPLETION, {"stop": ["a", ""]}, "stop"),
         (COMPLETION, {"stop": ["x" * 10_000]}, "stop"),
         (CHAT, {"stop": [str(number) for number in range(100)]}, "stop"),
         (CHAT, {"messages": [{"role": "user", "content": LONG}]}, "messages"),
         (COMPLETION, {"prompt": LONG}, "prompt"),
         (COMPLETION, {"prompt": [5] * 50_000}, "prompt"),
         (COMPLETION, {"prompt": [2**30]}, "prompt"),
-        (COMPLETION, {"max_tokens": 10**6}, "max_tokens"),
+        (COMPLETION, {"max_tokens": 10**6}, "prompt"),  # with the code of a context exceeded
+        (CHAT, {"max_tokens": 10**6}, "messages"),
+        (COMPLETION, {"max_tokens": -1}, "max_tokens"),
         (COMPLETION, {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
-        (COMPLETION, {"temperature": -1}, "temperature"),
         (COMPLETION, {"repetition_penalty": -1}, "repetition_penalty"),
         (CHAT, {"tenant": "x" * 300}, "tenant"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from backends.text.text_stream import OutputDelta, TextStream, merge, new_text
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
-from tests.backends.small_tokenizers import EOS, KINDS, TEXTS, tokenizer_of
+from tests.backends.small_tokenizers import DEMO, EOS, KINDS, TEXTS, tokenizer_of
 
 TOKENIZERS = {kind: tokenizer_of(kind) for kind in KINDS}
 BYTE_KINDS = ("byte_level", "byte_fallback")
@@ -331,3 +331,21 @@ def test_special_tokens_are_released_in_place_and_are_no_context() -> None:
     stream = TextStream(tokenizer, [a, *[eos] * 40])
     assert stream.push([eos, eos]) == OutputDelta((eos, eos), "", context_ids=(a,))
     assert stream.push([a]) == OutputDelta((a,), "a", context_ids=(a,))
+
+
+def test_special_tokens_have_text_on_request_but_not_the_end_token() -> None:
+    tokenizer = Tokenizer.load(DEMO)
+    [end_id] = tokenizer.eos_ids
+    special = [
+        token_id
+        for token_id in range(tokenizer.vocabulary_tokens)
+        if not tokenizer.token_bytes.has_text(token_id) and token_id != end_id
+    ]
+    assert special, "the demo's tokenizer has further special tokens"
+    words = tokenizer.encode("hello there", add_special=False)
+    ids = [*words, special[0], *words, end_id]
+    name = tokenizer.decode([special[0]], skip_special=False)
+    for shows_special, between in ((False, ""), (True, name)):
+        stream = TextStream(tokenizer, (), (), (end_id,), 0, shows_special)
+        text = "".join(stream.push([token_id]).text for token_id in ids) + stream.finish().text
+        assert text == f"hello there{between}hello there"

@@ -1,0 +1,1 @@
+"""Tool calls: what the model reads of them, and what it writes."""
