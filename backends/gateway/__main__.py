@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from backends.gateway.app import Gateway, GatewaySettings
-from backends.gateway.doors import BODY_BYTES_MAX, read_origins
+from backends.gateway.doors import ANY_ORIGIN, BODY_BYTES_MAX, read_origins
 from backends.gateway.server import Listening, serve
 from backends.tenants import ApiKeys, TenantsInvalid
 from backends.tracing.export import Tracing
@@ -50,6 +50,8 @@ def main(
         origins = read_origins(allowed_origins)
     except (TenantsInvalid, ValueError) as error:
         raise SystemExit(str(error)) from None
+    if ANY_ORIGIN in origins and keys is None:
+        raise SystemExit(f"--allowed-origins {ANY_ORIGIN} needs API keys; name the pages' origins")
     settings = GatewaySettings(frontend, metrics, name, body_bytes_max, origins)
     gateway = Gateway(settings, keys, tracing)
     listening = Listening(host, port, shared, certificate, private_key)

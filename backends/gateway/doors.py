@@ -53,7 +53,7 @@ FOREIGN_NAME = (
     "{host} may be a foreign DNS name for this machine; without API keys call localhost or an "
     "address, or give the server keys (--api-keys). A proxy can send `Host: localhost`"
 )
-ANY = "*"
+ANY_ORIGIN = "*"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+", re.IGNORECASE)
 PREFLIGHT_S_MAX = 600  # for so many seconds a browser does not ask again
 EXPOSED = ("X-Request-Id", "Retry-After")
@@ -215,7 +215,7 @@ def read_origins(text: str) -> frozenset[str]:
     """The origins in a comma separated list. Raises ValueError for one with a path, for example."""
     found = [each.strip().rstrip("/") for each in text.split(",") if each.strip()]
     for each in found:
-        if each != ANY and not ORIGIN.fullmatch(each):
+        if each != ANY_ORIGIN and not ORIGIN.fullmatch(each):
             raise ValueError(
                 f"{each!r} is not an origin; write SCHEME://HOST or SCHEME://HOST:PORT"
             )
@@ -224,7 +224,7 @@ def read_origins(text: str) -> frozenset[str]:
 
 def is_allowed(origin: bytes, allowed: frozenset[str]) -> bool:
     """Whether a request with this header Origin comes from an allowed page."""
-    return bool(origin) and (ANY in allowed or origin.decode("latin-1").lower() in allowed)
+    return bool(origin) and (ANY_ORIGIN in allowed or origin.decode("latin-1").lower() in allowed)
 
 
 def answers_browsers(app: ASGIApp, allowed: frozenset[str]) -> ASGIApp:

@@ -32,6 +32,7 @@ from bench.headline.resume import ResumeFolder
 from bench.headline.summary import headline_targets, round_rows, summary_rows
 from bench.headline.systems import KV_BYTES, SYSTEMS, Machine, mooncake_repository
 from bench.headline.traces import TraceRequest
+from conductor.config import AUTO
 from loadtest.harness.benchmark import BenchmarkRun, benchmark, console
 from loadtest.harness.result import Cell, Result
 from loadtest.harness.server import PROJECT, CannotMeasure
@@ -102,6 +103,9 @@ def main(
         Path, typer.Option("--traces", help="Folder with conversation_ and synthetic_trace.jsonl.")
     ] = PROJECT.parent / "shared" / "traces",
     seed: Annotated[int, typer.Option(help="Which conversations.")] = 1,
+    limits: Annotated[
+        str, typer.Option(help="Service levels of (d): auto, or TTFT,TBT in seconds, like 2,0.1.")
+    ] = AUTO,
     out: Annotated[
         Path | None, typer.Option(help="The page; default: report.html in the resume folder.")
     ] = None,
@@ -127,13 +131,15 @@ def main(
             "kv_bytes": KV_BYTES,
             "cores": len(os.sched_getaffinity(0)),
         }
+        if limits != AUTO:
+            settings["limits"] = limits
         store.check(settings)
         with console.status("the environments of vLLM and its router ..."):
             vllm_bin = vllm_environment()
             routers = router_bin() if set(systems) & set(ROUTED) else None
         cores = tuple(sorted(os.sched_getaffinity(0)))
         machine = Machine(checkpoint, vllm_bin, routers, cores, store.state)
-        mooncake_repository(machine)
+        mooncake_repository(machine, limits)
         run.constants |= {
             **settings,
             "fixed": f"TTFT <= {FIXED_TTFT_S:g} s, TPOT <= {1e3 * FIXED_TPOT_S:g} ms",

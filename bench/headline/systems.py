@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from backends.shipped import shipped_repository
+from conductor.config import AUTO
 from loadtest.harness.server import PROJECT, set_parameters
 
 KV_BYTES = 2 * 2**30
@@ -172,13 +173,17 @@ def mooncake(machine: Machine, ports: Sequence[int]) -> ServerCommand:
     )
 
 
-def mooncake_repository(machine: Machine) -> None:
-    """Copy the shipped model repository; only the workers' memory for KV differs."""
+def mooncake_repository(machine: Machine, limits: str = AUTO) -> None:
+    """Copy the shipped model repository; only the workers' memory for KV differs, and the service
+    levels if `limits` is TTFT,TBT in seconds. Raises ValueError for other limits."""
     folder = machine.state / "model_repository"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(shipped_repository(), folder)
     workers = sorted(path.parent.name for path in folder.glob("*_[0-9]*/config.pbtxt"))
     workers.remove("decode_1")  # not served
+    if limits != AUTO:
+        ttft_s, tbt_s = map(float, limits.split(","))
+        set_parameters(folder, "conductor", {"ttft_slo_s": ttft_s, "tbt_slo_s": tbt_s})
     for worker in workers:
         set_parameters(folder, worker, {"kv_bytes": KV_BYTES // 2 // len(workers)})
 

@@ -145,13 +145,38 @@ def _unquoted(text: str) -> str:
         return text
 
 
+class PythonList:
+    """Finds the end of a list of Python: its last bracket outside of strings."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._quote = ""  # of the string that is being read
+        self._is_escaped = False
+
+    def ends_with(self, character: str) -> bool:
+        """Whether the list ends with this next character."""
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self._quote:
+            self._is_escaped = character == "\\"
+            if character == self._quote:
+                self._quote = ""
+        elif character in "'\"":
+            self._quote = character
+        elif character in "([{":
+            self._depth += 1
+        elif character in ")]}":
+            self._depth -= 1
+            return self._depth <= 0
+        return False
+
+
 def python_calls(text: str) -> Sequence[tuple[str, dict[str, Any]]]:
-    """The calls in a list of Python. Raises SyntaxError if it is incomplete, NotACall if it has
-    other items."""
+    """The calls in a list of Python. Raises NotACall if it is invalid or has other items."""
     try:
         with warnings.catch_warnings(action="ignore"):  # of unknown escapes in strings
             tree = ast.parse(text, mode="eval").body
-    except (ValueError, RecursionError, MemoryError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise NotACall from None
     items = tree.elts if isinstance(tree, ast.List) else []
     calls = [item for item in items if isinstance(item, ast.Call) and not item.args]

@@ -14,12 +14,19 @@ Not here: the formats (formats.py), the events for clients (gateway/events.py).
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
-from backends.text.tool_calls.call_syntax import JsonValue, NotACall, ObjectCall, python_calls
+from backends.text.tool_calls.call_syntax import (
+    JsonValue,
+    NotACall,
+    ObjectCall,
+    PythonList,
+    python_calls,
+)
 from backends.text.tool_calls.formats import Form, ToolCallFormat
 
 HEADER_CHARACTERS_MAX = 512  # a longer text without arguments is no call
@@ -77,6 +84,7 @@ class CallParser:
         self._object = ObjectCall()
         self._value = JsonValue()
         self._is_expression = False  # PYTHON: a function and its bracket were read
+        self._list = PythonList()
         self._marks = written.marks
 
     def push(self, text: str) -> list[Part]:
@@ -164,6 +172,7 @@ class CallParser:
     def _open(self, opening: str, rest: str) -> None:
         self._state, self._held, self._rest = _State.OPENED, opening, rest
         self._in_list = self._may_open_answer = self._is_expression = False
+        self._list = PythonList()
         if self._format.form is Form.HEADER:
             self._state = _State.HEADER
         elif self._format.form is Form.PYTHON:
@@ -257,7 +266,8 @@ class CallParser:
             self._end()
 
     def _python(self, character: str) -> Iterator[Part]:
-        if self._is_expression and character != "]":
+        is_complete = self._list.ends_with(character)
+        if self._is_expression and not is_complete:
             return
         text = self._held
         for opening in self._format.openings:
@@ -266,14 +276,12 @@ class CallParser:
         if text and PYTHON_BEGIN.fullmatch(text) is None:
             raise NotACall
         self._is_expression = self._is_expression or character == "("
-        if character != "]":
+        if not is_complete:
             return
-        try:
-            calls = python_calls(text)
-        except SyntaxError:
-            return  # the bracket is inside the list
-        for name, arguments in calls:
+        calls = python_calls(text)
+        for name, _ in calls:
             self._check(name)
+        for name, arguments in calls:
             yield from self._begin(name, "")
             yield from self._continue(json.dumps(arguments, ensure_ascii=False))
             self._calls += 1
@@ -324,15 +332,14 @@ def _overlap(text: str) -> Callable[[str], int]:
 def _joined(parts: Iterator[Part]) -> list[Part]:
     """Neighbouring texts, and neighbouring parts of one call, as one part."""
     found: list[Part] = []
-    for part in parts:
-        last = found[-1] if found else None
-        if isinstance(part, str):
-            if isinstance(last, str):
-                found[-1] = last + part
-            elif part:
-                found.append(part)
-        elif isinstance(last, CallPart) and last.index == part.index:
-            found[-1] = last._replace(arguments=last.arguments + part.arguments)
-        else:
-            found.append(part)
+    for is_text, group in itertools.groupby(parts, lambda part: isinstance(part, str)):
+        if is_text:
+            text = "".join(part for part in group if isinstance(part, str))
+            found += [text] if text else []
+            continue
+        calls = (part for part in group if isinstance(part, CallPart))
+        for _, same in itertools.groupby(calls, lambda part: part.index):
+            first, *further = same
+            arguments = "".join([first.arguments, *(part.arguments for part in further)])
+            found.append(first._replace(arguments=arguments))
     return found

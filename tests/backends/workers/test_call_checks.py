@@ -66,7 +66,7 @@ def test_what_a_frontend_sends_is_taken(request_: Any) -> None:
         (sampling(repetition_penalty=0.0), "repetition_penalty is 0.0"),
         (sampling(min_tokens=1, end_ids=(100,)), "end id 100"),
         (sampling(max_tokens=0), "max_tokens is 0"),
-        (sampling(max_tokens=60), "max_tokens is 60"),
+        (sampling(max_tokens=60), "maximum context length is"),
         ({"prompt_tokens": 11}, "prompt_tokens is 11"),
         ({"prompt_tokens": -1}, "prompt_tokens is -1"),
         ({"request_id": ""}, "request_id has 0 characters"),

@@ -100,6 +100,16 @@ def test_ours_is_served_as_shipped_but_for_its_memory(tmp_path: Path) -> None:
     assert 0.98 * KV_BYTES < stores + pages <= KV_BYTES
 
 
+def test_service_levels_of_ours_can_be_set(tmp_path: Path) -> None:
+    here = Machine(tmp_path, Path("bin"), None, (0,), tmp_path)
+    systems.mooncake_repository(here, "2,0.1")
+    text = (tmp_path / "model_repository" / "conductor" / "config.pbtxt").read_text()
+    assert 'key: "ttft_slo_s" value { string_value: "2.0" }' in text
+    assert 'key: "tbt_slo_s" value { string_value: "0.1" }' in text
+    with pytest.raises(ValueError, match="not enough|could not convert"):
+        systems.mooncake_repository(here, "2")
+
+
 @pytest.mark.parametrize(
     ("cores", "halves"), [((0, 1), ((0,), (1,))), ((4,), ((4,), (4,))), ((0, 1, 2), ((0,), (1, 2)))]
 )
