@@ -338,9 +338,13 @@ async def read_body(request: Request, read: Callable[[object], T]) -> T:
     """Receive the request's JSON body and return `read` of it. Raises HttpRefusal, or
     ClientDisconnect. A long body is parsed in another thread, so that no stream waits for it."""
     body = b"".join([part async for part in request.stream()])
-    if len(body) <= LONG_BODY_BYTES:
-        return read(decoded(body))
-    return await asyncio.to_thread(lambda: read(decoded(body)))
+    try:
+        if len(body) <= LONG_BODY_BYTES:
+            return read(decoded(body))
+        return await asyncio.to_thread(lambda: read(decoded(body)))
+    except RecursionError:
+        what = "the body is nested too deep; use fewer levels of objects and lists"
+        raise HttpRefusal(400, "invalid_request", what) from None
 
 
 def decoded(body: bytes) -> object:

@@ -55,6 +55,8 @@ FOREIGN_NAME = (
 )
 ANY_ORIGIN = "*"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s@]+", re.IGNORECASE)
+# Browsers leave these ports out.
+DEFAULT_PORT = re.compile(r"^(http://[^:]+(?=:80$)|https://[^:]+(?=:443$)).*$")
 PREFLIGHT_S_MAX = 600  # for so many seconds a browser does not ask again
 EXPOSED = ("X-Request-Id", "Retry-After")
 CLOSE = {"Connection": "close"}
@@ -215,11 +217,11 @@ def read_origins(text: str) -> frozenset[str]:
     """The origins in a comma separated list. Raises ValueError for one with a path, for example."""
     found = [each.strip().rstrip("/") for each in text.split(",") if each.strip()]
     for each in found:
-        if each != ANY_ORIGIN and not ORIGIN.fullmatch(each):
+        if each != ANY_ORIGIN and ("*" in each or not ORIGIN.fullmatch(each)):
             raise ValueError(
                 f"{each!r} is not an origin; write SCHEME://HOST or SCHEME://HOST:PORT"
             )
-    return frozenset(each.lower() for each in found)
+    return frozenset(DEFAULT_PORT.sub(r"\1", each.lower()) for each in found)
 
 
 def is_allowed(origin: bytes, allowed: frozenset[str]) -> bool:
@@ -235,5 +237,6 @@ def answers_browsers(app: ASGIApp, allowed: frozenset[str]) -> ASGIApp:
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
         expose_headers=EXPOSED,
+        allow_private_network=True,
         max_age=PREFLIGHT_S_MAX,
     )

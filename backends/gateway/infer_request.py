@@ -115,6 +115,8 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
             what = "response_format and a forced call exclude each other; send one of them"
             raise bad_field("response_format", what)
         inputs["guided_json"], names["guided_json"] = calls_schema, "tools"
+    elif schema:
+        tools = None  # the answer follows response_format, so it has no calls
     inputs["stream"] = is_stream = given.get("stream", False)
     parameters: dict[str, str | int | bool] = {}
     if (timeout_s := given.get("timeout", 0.0)) > 0:

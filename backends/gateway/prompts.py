@@ -30,6 +30,7 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"dev
 # Fields of a message that chat templates do not use: the speaker's `name`, and fields of answers
 # that clients send back. LiteLLM for example sends `provider_specific_fields`.
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
+OWN_VARIABLES = ("messages", "tools", "documents")  # of a chat template, which no client sets
 TOKEN_ID_MAX = 2**31 - 1
 PROMPT_IDS_MAX = 2**20  # limit of token ids in a prompt; the model's own limit may be lower
 
@@ -122,6 +123,10 @@ def read_detokenize(content: object) -> tuple[str, list[int]]:
 def read_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Variables of the chat template; {} for those of a chat whose answer begins a message."""
     found = dict(as_object("chat_template_kwargs", given.get("chat_template_kwargs", {})))
+    for name in OWN_VARIABLES:
+        if name in found:
+            what = f"chat_template_kwargs has {name}, which the request itself has"
+            raise bad_field("chat_template_kwargs", what)
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in given:
             found[name] = as_flag(name, given[name])
@@ -164,7 +169,7 @@ def _message(name: str, value: object) -> dict[str, Any]:
             raise _unsupported(f"{name}.{key[:64]}")
     if content is not None:
         found["content"] = _content(f"{name}.content", content)
-    elif role == "assistant":
+    elif role in ("assistant", "tool"):
         found["content"] = None if "tool_calls" in found else ""
     else:
         raise bad_field(f"{name}.content", f"{name} has no content; send a string")

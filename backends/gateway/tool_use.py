@@ -21,7 +21,13 @@ from typing import Any, Protocol
 import msgspec
 
 from backends.gateway.fields import bad_field, shown
-from backends.text.tool_calls.formats import FORCED, FORMATS, ToolCallFormat, format_of
+from backends.text.tool_calls.formats import (
+    FORCED,
+    FORMATS,
+    ToolCallFormat,
+    format_of,
+    mentions_tools,
+)
 from backends.text.tool_calls.parser import CallParser, CallPart, Part
 from backends.text.tool_calls.schema import arguments_schema, calls_schema
 
@@ -65,7 +71,11 @@ class ToolUse:
             )
             raise bad_field("tools", what)
         if self.choice == REQUIRED:
-            return msgspec.json.encode(calls_schema(functions, self.is_parallel)).decode()
+            try:
+                schema = calls_schema(functions, self.is_parallel)
+            except ValueError as error:
+                raise bad_field("tools", f"tools: {error}") from None
+            return msgspec.json.encode(schema).decode()
         return msgspec.json.encode(arguments_schema(dict(functions)[self.named])).decode()
 
     def reader(self, written: ToolCallFormat | None) -> CallReader:
@@ -152,5 +162,7 @@ def read_choice(value: object) -> tuple[str, str]:
 
 
 def model_format(named: str, template: str) -> ToolCallFormat | None:
-    """The format in which the model writes calls. `named`: parameter tool_call_parser."""
-    return format_of(template) if named == BY_TEMPLATE else FORMATS.get(named)
+    """The format in which the model writes calls. `named`: parameter tool_call_parser. It has no
+    effect on a template without tools, because the model then gets a description in Hermes form."""
+    is_found = named == BY_TEMPLATE or not mentions_tools(template)
+    return format_of(template) if is_found else FORMATS.get(named)

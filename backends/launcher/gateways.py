@@ -49,7 +49,7 @@ def problems(plan: HostPlan, env: Mapping[str, str]) -> list[str]:
     if is_open and not env.get(api_keys.VARIABLE):
         found.append(f"{gateway.listen} {UNGUARDED}")
     for origin in filter(None, gateway.allowed_origins.split(",")):
-        if origin.strip() == "*" and not env.get(api_keys.VARIABLE):
+        if origin.strip().rstrip("/") == "*" and not env.get(api_keys.VARIABLE):
             found.append(
                 "--allowed-origins *: with it, every web page could use this server; name "
                 "the pages' origins, or a file of keys (--api-keys)"

@@ -47,6 +47,7 @@ Content = str | list[dict[str, str]] | None  # parts are {"type": "text", "text"
 READS_NONE = re.compile(r"content(['\"]\])?\s+is\s+(not\s+)?none", re.IGNORECASE)
 # Options of transformers' apply_chat_template that are not variables of the template.
 GENERATION, CONTINUE = "add_generation_prompt", "continue_final_message"
+CONTINUED = "Mooncakecontinues"  # marks the end of a message that the answer continues
 
 
 class _Generation(Extension):
@@ -126,21 +127,27 @@ def _prompt(
     is_continued = variables.pop(CONTINUE, False)
     if is_continued:
         variables[GENERATION] = False
+        messages = _marked(messages)
     prompt = _compiled(source).render(
         variables | {"messages": messages, "tools": list(tools) or None}
     )
-    return _until_content(prompt, messages[-1]["content"]) if is_continued else prompt
-
-
-def _until_content(prompt: str, content: Content) -> str:
-    """The prompt up to the end of the last message's text, without what ends the message."""
-    text = (content[-1]["text"] if isinstance(content, list) else content) or ""
-    at = prompt.rfind(text.strip())
-    if at < 0:
+    if not is_continued:
+        return prompt
+    kept, mark, _ = prompt.rpartition(CONTINUED)
+    if not mark:
         raise InvalidRequest(f"{CONTINUE}: the chat template does not print the last message")
-    end = at + len(text.strip())
-    kept = text[len(text.rstrip()) :]  # white space that the template may have removed
-    return prompt[:end] + (kept if prompt[end:].startswith(kept) else "")
+    return kept
+
+
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with CONTINUED at the end of the last one's text."""
+    *before, last = messages
+    content = last["content"]
+    if isinstance(content, list):
+        content = [*content[:-1], {"type": "text", "text": content[-1]["text"] + CONTINUED}]
+    else:
+        content = (content or "") + CONTINUED
+    return [*before, {**last, "content": content}]
 
 
 def _with_arguments(
@@ -170,14 +177,13 @@ def _reads_objects(source: str, special_tokens: tuple[tuple[str, str], ...]) -> 
         {"role": "tool", "content": "x", "tool_call_id": call["id"], "name": "f"},
     ]
     try:
-        _prompt(
-            source, [_converted(source, special_tokens, each) for each in messages], special_tokens
-        )
+        converted = [_converted(source, special_tokens, each) for each in messages]
+        prompt = _prompt(source, converted, special_tokens)
     except TypeError:
         return False
     except Exception:  # Catch all: a template may reject the probe for another reason
         return True
-    return True
+    return str(function["arguments"]) not in prompt  # printed as Python writes an object
 
 
 def _converted(

@@ -7,11 +7,13 @@ schema unsatisfiable:
 
 * An object inside, beside, or behind a reference from one of COMBINATIONS. Two closed branches of
   an `allOf`, for example, allow no common object.
-* An object that requires a property which `properties` does not name.
+* An object that requires a property which `properties` does not name, or more properties than it
+  names, or one of given values (`enum`, `const`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +24,7 @@ CLOSED_BYTES_MAX = (
     64 * 1024
 )  # JSON of a longer schema, which the conductor refuses, is kept as it is
 COMBINATIONS = {"allOf", "anyOf", "oneOf", "if", "then", "else", "not"}
+INDEX = re.compile(r"0|[1-9][0-9]{0,5}")  # one spelling each, so no part is walked twice
 Path = tuple[str, ...]
 
 
@@ -29,7 +32,7 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the schema with its objects closed. The schema need not be valid."""
     try:
         return _with_closed_objects(schema)
-    except RecursionError:  # the conductor refuses a schema that is nested so deep
+    except (RecursionError, TypeError, ValueError):  # the conductor refuses such a schema by name
         return dict(schema)
 
 
@@ -71,7 +74,9 @@ def _below(part: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
 
 def _at(schema: Any, steps: Path) -> Any:
     for step in steps:
-        if isinstance(schema, list) and step.isdecimal() and int(step) < len(schema):
+        if isinstance(schema, list):
+            if not INDEX.fullmatch(step) or int(step) >= len(schema):
+                return None
             schema = schema[int(step)]
         elif isinstance(schema, dict) and step in schema:
             schema = schema[step]
@@ -94,6 +99,8 @@ def _closed(value: Any, path: Path, closes: set[Path]) -> Any:
 
 def _closes(part: Mapping[str, Any]) -> bool:
     names, required = part.get("properties"), part.get("required", [])
-    if not isinstance(names, dict) or "additionalProperties" in part:
+    if not isinstance(names, dict) or part.keys() & {"additionalProperties", "enum", "const"}:
         return False
-    return isinstance(required, list) and all(name in names for name in required)
+    if part.get("minProperties", 0) > len(names) or not isinstance(required, list):
+        return False
+    return all(name in names for name in required)

@@ -125,6 +125,7 @@ class ObjectCall:
 def _string(text: str) -> str:
     try:
         found = json.loads(text)
+        str(found).encode()  # not with a lone surrogate
     except ValueError:
         raise NotACall from None
     if not isinstance(found, str) or not found:
@@ -140,6 +141,7 @@ def _unquoted(text: str) -> str:
         return text
     try:
         inner = json.loads(text)
+        inner.encode()
         return inner if isinstance(json.loads(inner), dict) else text
     except (ValueError, RecursionError):
         return text
@@ -176,32 +178,38 @@ def python_calls(text: str) -> Sequence[tuple[str, dict[str, Any]]]:
     try:
         with warnings.catch_warnings(action="ignore"):  # of unknown escapes in strings
             tree = ast.parse(text, mode="eval").body
+        items = tree.elts if isinstance(tree, ast.List) else []
+        return [_python_call(item) for item in items] or _not_a_call()
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise NotACall from None
-    items = tree.elts if isinstance(tree, ast.List) else []
-    calls = [item for item in items if isinstance(item, ast.Call) and not item.args]
-    if not calls or len(calls) < len(items):
+
+
+def _python_call(item: ast.expr) -> tuple[str, dict[str, Any]]:
+    if not isinstance(item, ast.Call) or item.args:
         raise NotACall
-    try:
-        return [
-            (
-                ast.unparse(call.func),
-                {str(word.arg): _literal(word.value) for word in call.keywords if word.arg},
-            )
-            for call in calls
-        ]
-    except ValueError:
-        raise NotACall from None
+    arguments = {}
+    for word in item.keywords:
+        if word.arg is None:  # **{...}
+            raise NotACall
+        arguments[word.arg] = _literal(word.value)
+    json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    return ast.unparse(item.func), arguments
 
 
 def _literal(node: ast.expr) -> Any:
+    """The value of an expression that JSON has too."""
     if isinstance(node, ast.Name) and node.id in CONSTANTS:
         return CONSTANTS[node.id]
-    if isinstance(node, ast.List):
+    if isinstance(node, ast.List | ast.Tuple):
         return [_literal(each) for each in node.elts]
-    if isinstance(node, ast.Dict) and all(key is not None for key in node.keys):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {str(ast.literal_eval(key)): _literal(value) for key, value in pairs if key}
+    if isinstance(node, ast.Dict):
+        keys = [_literal(key) if key is not None else _not_a_call() for key in node.keys]
+        return dict(zip(map(str, keys), map(_literal, node.values), strict=True))
     value = ast.literal_eval(node)
-    json.dumps(value)
+    if value is not None and not isinstance(value, str | int | float):
+        raise NotACall
     return value
+
+
+def _not_a_call() -> Any:
+    raise NotACall

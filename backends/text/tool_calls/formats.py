@@ -12,7 +12,8 @@
     pythonic      [f(a=1, b="x"), g()]
 
 hermes is Qwen's format too. The second form of mistral is that of tokenizer v11 and later, the
-second form of deepseek_v3 that of DeepSeek V3.1. Llama 3.2 and 4 write pythonic.
+second form of deepseek_v3 that of DeepSeek V3.1. Llama 3 and 4 write pythonic if a prompt asks for
+it; their chat templates ask for llama3_json.
 
 A call has one of three forms. OBJECT: one JSON object with the name and the arguments. HEADER: a
 name before the JSON of the arguments. PYTHON: an expression of Python. Pure. Not here: parsing an
@@ -44,7 +45,7 @@ class ToolCallFormat:
     before: tuple[str, ...] = ()  # texts before calls that are not part of the answer
     after: tuple[str, ...] = ()  # texts after a call that are not part of the answer
     around_name: tuple[str, ...] = ()  # HEADER: texts before the arguments that are not the name
-    template_mark: str = ""  # text of the chat templates of models that write this format
+    template_marks: tuple[str, ...] = ()  # texts of chat templates of models that write this format
     id_prefix: str = "call_"
     id_characters: int = 24  # random characters of a call's id, after the prefix
     has_ids: bool = False  # a call's id is functions.NAME:INDEX, as the model writes it
@@ -65,7 +66,7 @@ FORMATS: Mapping[str, ToolCallFormat] = {
             before=("<|tool_calls_section_begin|>",),
             after=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
             around_name=("<|tool_call_argument_begin|>",),
-            template_mark="<|tool_calls_section_begin|>",
+            template_marks=("<|tool_calls_section_begin|>",),
             has_ids=True,
         ),
         ToolCallFormat(
@@ -75,24 +76,16 @@ FORMATS: Mapping[str, ToolCallFormat] = {
             before=("<｜tool▁calls▁begin｜>",),
             after=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
             around_name=("function<｜tool▁sep｜>", "<｜tool▁sep｜>", "```json"),
-            template_mark="<｜tool▁calls▁begin｜>",
+            template_marks=("<｜tool▁calls▁begin｜>",),
         ),
         ToolCallFormat(
             "mistral",
             Form.OBJECT,
             ("[TOOL_CALLS]",),
             around_name=("[ARGS]",),
-            template_mark="[TOOL_CALLS]",
+            template_marks=("[TOOL_CALLS]",),
             id_prefix="",
             id_characters=9,
-        ),
-        ToolCallFormat(
-            "pythonic",
-            Form.PYTHON,
-            ("<|python_start|>",),
-            opens_answer=True,
-            after=("<|python_end|>",),
-            template_mark="<|python_start|>",
         ),
         ToolCallFormat(
             "llama3_json",
@@ -100,21 +93,29 @@ FORMATS: Mapping[str, ToolCallFormat] = {
             ("<|python_tag|>",),
             opens_answer=True,
             after=(";",),
-            template_mark="<|python_tag|>",
+            template_marks=("<|python_tag|>", '"parameters": dictionary of argument name'),
+        ),
+        ToolCallFormat(
+            "pythonic",
+            Form.PYTHON,
+            ("<|python_start|>",),
+            opens_answer=True,
+            after=("<|python_end|>",),
+            template_marks=("<|python_start|>",),
         ),
         ToolCallFormat(
             "hermes",
             Form.OBJECT,
             ("<tool_call>",),
             after=("</tool_call>",),
-            template_mark="<tool_call>",
+            template_marks=("<tool_call>",),
         ),
     )
 }
 HERMES = FORMATS["hermes"]
 # The list of calls that the guide of `required` calls forces (schema.py).
 FORCED = ToolCallFormat("forced", Form.OBJECT, (), opens_answer=True)
-OTHER_MARK = "<function="  # of Qwen3-Coder's XML, which has <tool_call> too
+OTHER_MARKS = ("<function=", "<arg_key>")  # of Qwen3-Coder's and GLM's XML, beside <tool_call>
 
 
 def format_of(template: str) -> ToolCallFormat | None:
@@ -124,9 +125,12 @@ def format_of(template: str) -> ToolCallFormat | None:
     """
     if not mentions_tools(template):
         return HERMES
-    if OTHER_MARK in template:
+    if any(mark in template for mark in OTHER_MARKS):
         return None
-    return next((each for each in FORMATS.values() if each.template_mark in template), None)
+    for each in FORMATS.values():
+        if any(mark in template for mark in each.template_marks):
+            return each
+    return None
 
 
 def mentions_tools(template: str) -> bool:

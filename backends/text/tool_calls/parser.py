@@ -28,9 +28,11 @@ from backends.text.tool_calls.call_syntax import (
     python_calls,
 )
 from backends.text.tool_calls.formats import Form, ToolCallFormat
+from backends.text.tool_calls.requests import NAME
 
 HEADER_CHARACTERS_MAX = 512  # a longer text without arguments is no call
 NUMBERED_ID = re.compile(r"(?:functions\.)?(?P<name>.+):\d+", re.DOTALL)  # kimi_k2
+CLOSERS = " \t\r\n}]"  # after a call: brackets that the model wrote too much
 PYTHON_BEGIN = re.compile(r"\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?", re.DOTALL)
 
 
@@ -85,6 +87,7 @@ class CallParser:
         self._value = JsonValue()
         self._is_expression = False  # PYTHON: a function and its bracket were read
         self._list = PythonList()
+        self._opening = ""  # the mark that opened the call
         self._marks = written.marks
 
     def push(self, text: str) -> list[Part]:
@@ -110,9 +113,12 @@ class CallParser:
                 break
         if not is_last:
             return
-        is_between_calls = self._state is _State.OPENED and self._follows_call
-        if self._held and not self._is_begun and not is_between_calls:
+        has_calls = self._in_list and self._calls > 0
+        if self._held and not self._is_begun and not has_calls:  # of a list, the end is dropped
             yield from self._give_up()
+            if self._rest:
+                yield from self._parts(is_last=True)
+                return
         if not self._follows_call:
             yield self._space
 
@@ -129,9 +135,17 @@ class CallParser:
                 return
             if stripped and self._may_open_answer:
                 self._may_open_answer = False
+        if self._follows_call:
+            tail = text.lstrip(CLOSERS)
+            if not is_last and any(m.startswith(tail) and m != tail for m in self._marks):
+                return
+            if is_last and not tail:
+                self._rest = ""
+                return
         at, mark = self._first_mark(text)
         if mark:
-            yield from self._answer(text[:at])
+            if not self._follows_call or text[:at].strip(CLOSERS):
+                yield from self._answer(text[:at])
             rest = text[at + len(mark) :]
             if mark in self._format.openings:
                 self._open(mark, rest)
@@ -150,7 +164,7 @@ class CallParser:
         for mark in self._marks:
             is_after = mark in self._format.after
             at = text.find(mark)
-            if at < 0 or (is_after and not (self._follows_call and not text[:at].strip())):
+            if at < 0 or (is_after and not (self._follows_call and not text[:at].strip(CLOSERS))):
                 continue
             if (at, -len(mark)) < (found[0], -len(found[1])):
                 found = at, mark
@@ -172,7 +186,7 @@ class CallParser:
     def _open(self, opening: str, rest: str) -> None:
         self._state, self._held, self._rest = _State.OPENED, opening, rest
         self._in_list = self._may_open_answer = self._is_expression = False
-        self._list = PythonList()
+        self._list, self._opening = PythonList(), opening
         if self._format.form is Form.HEADER:
             self._state = _State.HEADER
         elif self._format.form is Form.PYTHON:
@@ -236,13 +250,16 @@ class CallParser:
         if call.is_over:
             if not self._is_begun:
                 self._check(call.name)
+                if self._format.opens_answer and call.arguments is None:
+                    raise NotACall
                 yield from self._begin(call.name, "")
                 yield from self._continue(call.arguments or "{}")
             self._end()
 
     def _header(self, character: str) -> Iterator[Part]:
         if character != "{":
-            if len(self._held) > HEADER_CHARACTERS_MAX:
+            after_opening = self._held[len(self._opening) :]
+            if len(self._held) > HEADER_CHARACTERS_MAX or self._opening in after_opening:
                 raise NotACall
             return
         name = self._held[:-1]
@@ -253,7 +270,7 @@ class CallParser:
         name, _, call_id = name.strip().partition("[CALL_ID]")  # as some Mistral models write
         if self._format.has_ids and (found := NUMBERED_ID.fullmatch(name)):
             name, call_id = found["name"], name
-        if not name or len(name.split()) > 1:
+        if not NAME.fullmatch(name):
             raise NotACall
         self._state, self._value = _State.ARGUMENTS, JsonValue()
         yield from self._begin(name, call_id)
@@ -276,6 +293,8 @@ class CallParser:
         if text and PYTHON_BEGIN.fullmatch(text) is None:
             raise NotACall
         self._is_expression = self._is_expression or character == "("
+        if not self._is_expression and len(text) > HEADER_CHARACTERS_MAX:
+            raise NotACall
         if not is_complete:
             return
         calls = python_calls(text)
@@ -313,10 +332,16 @@ class CallParser:
         self._state = _State.OPENED if self._in_list else _State.TEXT
 
     def _give_up(self) -> Iterator[Part]:
-        """Pass on the held text as text of the answer."""
+        """Pass on the held text as text of the answer, but look for calls after its opening."""
         text, self._held = self._held, ""
-        self._state = _State.NO_CALLS if self._format.opens_answer else _State.TEXT
-        yield from self._answer(text)
+        if self._format.opens_answer:
+            self._state = _State.NO_CALLS
+            yield from self._answer(text)
+            return
+        self._state, self._in_list = _State.TEXT, False
+        opening = len(self._opening)
+        self._rest = text[opening:] + self._rest
+        yield from self._answer(text[:opening])
 
 
 def _overlap(text: str) -> Callable[[str], int]:

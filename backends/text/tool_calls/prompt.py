@@ -26,12 +26,13 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
+RESULT = "<tool_response>"
 Message = Mapping[str, Any]
 
 
 def as_plain_messages(messages: Sequence[Message], tools: Sequence[Message]) -> list[Message]:
     """The messages with roles and contents only. `content` stays a string or a list of parts."""
-    found = [_plain(message) for message in messages]
+    found = _with_joined_results([_plain(message) for message in messages])
     if not tools:
         return found
     preface = PREFACE.format(functions="\n".join(map(_json, tools)))
@@ -41,10 +42,25 @@ def as_plain_messages(messages: Sequence[Message], tools: Sequence[Message]) -> 
     return [{"role": "system", "content": preface}, *found]
 
 
+def _with_joined_results(messages: Sequence[Message]) -> list[Message]:
+    """Join consecutive messages of the user if one is a result, as in Qwen's template: many
+    templates require that the roles alternate."""
+    found: list[Message] = []
+    for message in messages:
+        last = found[-1] if found else None
+        if last is not None and last["role"] == message["role"] == "user":
+            texts = _text(last["content"]), _text(message["content"])
+            if any(text.startswith(RESULT) for text in texts):
+                found[-1] = {"role": "user", "content": "\n".join(texts)}
+                continue
+        found.append(message)
+    return found
+
+
 def _plain(message: Message) -> Message:
     role, content = message["role"], message.get("content")
     if role == "tool":
-        result = f"<tool_response>\n{_text(content)}\n</tool_response>"
+        result = f"{RESULT}\n{_text(content)}\n</tool_response>"
         return {"role": "user", "content": result}
     calls = [_call(call) for call in message.get("tool_calls", ())]
     if calls:

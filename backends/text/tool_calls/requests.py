@@ -93,6 +93,7 @@ def _arguments(name: str, value: object) -> tuple[Any, str]:
         return None, f"{name}.arguments is not a string"
     try:
         parsed = json.loads(value)
+        json.dumps(parsed, ensure_ascii=False).encode()  # not with a lone surrogate
     except (ValueError, RecursionError):
         return value, ""  # a call may be cut off at max_tokens
     return (parsed, "") if isinstance(parsed, dict) else (value, "")

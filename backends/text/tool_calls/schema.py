@@ -4,18 +4,19 @@ A named call's answer is the arguments alone. A required call's answer is a list
 
     [{"name": "f", "parameters": {...}}, ...]
 
-Each function's schema becomes a definition of the list's schema. Its references are rewritten, and
-its descriptions are left out, because they constrain nothing.
-Pure. Not here: checking the schemas (json_schema.py), the list's parser (parser.py, FORCED).
+Each function's schema is checked, translated to the newest draft without its annotations, and
+becomes a definition of the list's schema. Its references are rewritten. Pure. Not here: checking a
+schema (json_schema.py), the list's parser (parser.py, FORCED).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from backends.text.closed_schema import closed
-from backends.text.json_schema import ANNOTATIONS, parts_of
+from backends.text.json_schema import constraints_of, parts_of, read_schema
 
 NO_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
@@ -29,31 +30,33 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     (closed_schema.py). None: the function has no arguments."""
     if not parameters:
         return dict(NO_ARGUMENTS)
-    return closed({"type": "object", **parameters})
+    is_typed = parameters.keys() & {"type", "$ref"}
+    return closed(parameters if is_typed else {"type": "object", **parameters})
 
 
 def calls_schema(
     functions: Sequence[tuple[str, Mapping[str, Any] | None]], is_parallel: bool
 ) -> dict[str, Any]:
-    """The schema of a list of calls. `functions`: (name, parameters) each, of the same draft of
-    JSON Schema. `is_parallel`: the list may have several calls."""
-    calls, definitions, draft = [], {}, {}
+    """The schema of a list of calls, in the newest draft of JSON Schema. `functions`: (name,
+    parameters) each. `is_parallel`: the list may have several calls. Raises ValueError with the
+    problems of a function whose parameters no guide can follow."""
+    calls, definitions = [], {}
     for number, (name, parameters) in enumerate(functions):
-        schema = arguments_schema(parameters)
-        if "$schema" in schema:
-            draft = {"$schema": schema.pop("$schema")}
+        schema, problems = read_schema(json.dumps(arguments_schema(parameters)))
+        if problems:
+            raise ValueError(f"function {name}: {'; '.join(problems)}")
         place = f"#/$defs/{number}"
-        definitions[str(number)] = _moved(schema, place)
+        definitions[str(number)] = _moved(constraints_of(schema), place)
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "parameters": {"$ref": place}},
+                "properties": {"name": {"enum": [name]}, "parameters": {"$ref": place}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
         )
     items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    found: dict[str, Any] = {**draft, "type": "array", "items": items, "minItems": 1}
+    found: dict[str, Any] = {"type": "array", "items": items, "minItems": 1}
     if not is_parallel:
         found["maxItems"] = 1
     return found | {"$defs": definitions}
@@ -63,8 +66,8 @@ def _moved(schema: Any, place: str) -> Any:
     """The schema with its references changed as if it stood at `place`."""
     if not isinstance(schema, dict):
         return schema
-    copy = {keyword: value for keyword, value in schema.items() if keyword not in ANNOTATIONS}
-    for keyword, value in list(copy.items()):
+    copy = dict(schema)
+    for keyword, value in schema.items():
         parts = [(name, _moved(part, place)) for name, part in parts_of(keyword, value)]
         if keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
             copy[keyword] = place + value[1:]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from backends.gateway.app import PATHS
 from backends.gateway.fields import CHAT
 from backends.gateway.infer_request import GatewayRequest, read_request
 from backends.statuses import HttpRefusal
@@ -83,7 +84,10 @@ def test_calls_and_results_of_earlier_answers_reach_the_conductor() -> None:
         ({"tools": [], "tool_choice": NAMED}, "tool_choice"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
         ({"tool_choice": NAMED, "response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"tools": [{"function": {"name": "f", "parameters": {"minimun": 1}}}],
+          "tool_choice": "required"}, "tools"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
          "messages[0].tool_calls"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls"),
@@ -209,5 +213,44 @@ def test_counts_and_logprobs_of_held_text_are_in_a_later_event() -> None:
         logprobs = [event["choices"][0]["logprobs"] for event in events]
         tokens = sum(len(each["content"]) for each in logprobs if each)
         assert tokens == last["usage"]["completion_tokens"] > 5 and done == "[DONE]"
+
+    run(test)
+
+
+def test_an_answer_that_follows_a_format_is_text() -> None:
+    async def test(rig: Rig) -> None:
+        said = '{"name": "add", "arguments": {}}'
+        wanted = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+        message, reason, stream = await chat(rig, said, response_format=wanted)
+        assert message["content"] == stream["content"] == said and reason == "stop"
+
+    run(test)
+
+
+def test_a_lone_surrogate_in_earlier_arguments_is_passed_on_as_text() -> None:
+    function = {"name": "add", "arguments": '{"a": "\\ud800"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    [sent] = messages_of(read(messages=[{"role": "assistant", "tool_calls": [call]}]))
+    assert sent["tool_calls"][0]["function"] == function
+    assert messages_of(read(messages=[{"role": "tool", "content": []}])) == [
+        {"role": "tool", "content": ""}
+    ]
+
+
+def test_a_deep_schema_is_answered_or_refused_with_400() -> None:
+    async def test(rig: Rig) -> None:
+        for levels in range(50, 1100, 75):
+            nested = "[" * levels + "]" * levels
+            parameters = f'{{"type": "object", "default": {nested}}}'
+            tools = f'[{{"function": {{"name": "f", "parameters": {parameters}}}}}]'
+            named = '{"type": "function", "function": {"name": "f"}}'
+            for choice in ('"required"', named, '"auto"'):
+                body = (
+                    f'{{"messages": [{{"role": "user", "content": "hi"}}], "max_tokens": 1, '
+                    f'"tools": {tools}, "tool_choice": {choice}}}'
+                )
+                answer = await rig.send("POST", PATHS[CHAT], body.encode())
+                assert answer.status in (200, 400), (levels, choice, answer.body)
+                assert answer.status == 200 or levels > 50
 
     run(test)

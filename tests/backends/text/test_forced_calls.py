@@ -108,6 +108,14 @@ CLOSED_TARGET = {"$defs": {"T": CLOSED}}
         # The properties beside a reference, and those behind it, hold for one object.
         ({**OPEN, "$ref": "#/$defs/T", **TARGET}, {**OPEN, "$ref": "#/$defs/T", **TARGET}),
         ({**OPEN, "required": ["y"]}, {**OPEN, "required": ["y"]}),
+        ({**OPEN, "required": [["x"]]}, {**OPEN, "required": [["x"]]}),
+        ({**OPEN, "enum": [{"y": 1}]}, {**OPEN, "enum": [{"y": 1}]}),
+        ({**OPEN, "minProperties": 2}, {**OPEN, "minProperties": 2}),
+        ({"anyOf": [{}], "$ref": "#/anyOf/00"}, {"anyOf": [{}], "$ref": "#/anyOf/00"}),
+        (
+            {"anyOf": [{}], "$ref": f"#/anyOf/{'1' * 5000}"},
+            {"anyOf": [{}], "$ref": f"#/anyOf/{'1' * 5000}"},
+        ),
         ({**OPEN, "$ref": "#/nowhere"}, {**OPEN, "$ref": "#/nowhere"}),
     ],
 )
@@ -140,3 +148,25 @@ def test_references_of_each_function_stay_within_its_schema() -> None:
     check_validates('[{"name": "g", "parameters": {"v": 1}}]', schema)
     with pytest.raises(Exception, match="not valid under any"):
         check_validates('[{"name": "f", "parameters": {"v": 1}}]', schema)
+
+
+def test_functions_of_several_drafts_are_forced_together() -> None:
+    older = {"$schema": "http://json-schema.org/draft-07/schema#", "properties": {
+        "p": {"type": "array", "items": [{"type": "integer"}]}}}  # fmt: skip
+    newer = {"properties": {"p": {"type": "array", "prefixItems": [{"type": "integer"}]}}}
+    schema = calls_schema([("f", older), ("g", newer)], True)
+    assert read_schema(json.dumps(schema))[1] == []
+    with pytest.raises(ValueError, match=r"function h: .*minimun"):
+        calls_schema([("h", {"minimun": 3})], True)
+
+
+def test_a_function_whose_schema_is_a_reference_is_closed() -> None:
+    schema = arguments_schema({"$ref": "#/$defs/T", **TARGET})
+    assert schema == {"$ref": "#/$defs/T", **CLOSED_TARGET}
+
+
+def test_a_schema_with_many_spellings_of_one_part_is_walked_once() -> None:
+    part = {"properties": {f"p{number}": {} for number in range(500)}}
+    references = [{"$ref": f"#/anyOf/{'0' * number}"} for number in range(2, 300)]
+    schema = {"anyOf": [part], "prefixItems": references}
+    assert closed(schema) == schema

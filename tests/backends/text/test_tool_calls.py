@@ -166,6 +166,15 @@ def test_a_broken_off_call_has_the_begin_of_its_arguments(name: str, write: Any)
         ("pythonic", "[add(1, 2)]"),
         ("pythonic", "[add(a=open('x'))]"),
         ("pythonic", "[unknown(a=1)]"),
+        ("pythonic", "[add(a={1, 2})]"),
+        ("pythonic", '[add(a=b"x")]'),
+        ("pythonic", "[add(a=1e999)]"),
+        ("pythonic", '[add(a="\\ud800")]'),
+        ("pythonic", '[add(a=1, **{"b": 2})]'),
+        ("pythonic", "[" + "\n" * 600),
+        ("llama3_json", '{"name": "add", "age": 3}'),
+        ("mistral", "[TOOL_CALLS]add[ARGS][1]{}"),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
     ],
 )
 def test_what_is_no_call_is_text_of_the_answer(name: str, answer: str) -> None:
@@ -181,6 +190,7 @@ def test_what_is_no_call_is_text_of_the_answer(name: str, answer: str) -> None:
         ('<tool_call>{"name": "add", "arguments": null}</tool_call>', ("add", "{}")),
         ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', ("add", '{"a": 1}')),
         ('<tool_call>{"id": 7, "name": "ad\\u0064", "arguments": {}}', ("add", "{}")),
+        ('<tool_call>{"name": "add", "arguments": {}}}\n</tool_call>', ("add", "{}")),
     ],
 )
 def test_calls_are_read_with_keys_in_any_order_and_small_mistakes(
@@ -236,6 +246,8 @@ def test_a_forced_list_is_read_as_calls() -> None:
         ("{% if tools %}<|tool_calls_section_begin|>{% endif %}", "kimi_k2"),
         ("{% if tools %}<｜tool▁calls▁begin｜>{% endif %}", "deepseek_v3"),
         ("{% if tools %}<|python_start|>{% endif %}", "pythonic"),
+        ('{% if tools %}"parameters": dictionary of argument name{% endif %}', "llama3_json"),
+        ("{% if tools %}<tool_call><arg_key>{% endif %}", ""),  # GLM's XML
         ("{% if tools %}<tool_call><function=f>{% endif %}", ""),  # Qwen3-Coder's XML
         ("{% if tools %}{{ tools }}{% endif %}", ""),
     ],
@@ -305,7 +317,7 @@ def test_a_continued_message_has_no_end_in_the_prompt(end: str) -> None:
     tokenizer = Tokenizer(byte_level(), {"chat_template": template})
     begun = [*TALK[:1], {"role": "assistant", "content": "The sum is" + end}]
     prompt = tokenizer.apply_chat(begun, options={"continue_final_message": True})
-    assert prompt == "<user>1 + 1?</s><assistant>The sum is"
+    assert prompt == "<user>1 + 1?</s><assistant>The sum is" + end
     assert tokenizer.apply_chat(TALK[:1], options={"add_generation_prompt": False}).endswith("</s>")
 
 
@@ -340,3 +352,48 @@ def test_arguments_of_an_earlier_call_become_an_object_if_they_are_one() -> None
     assert read('{"a": 1}') == {"a": 1} == read({"a": 1})
     assert read('{"a": ') == '{"a": ' and read("") == {} == read(None) and read("[1]") == "[1]"
     assert read(3) == "calls[0].function.arguments is not a string"
+
+
+def test_an_opening_after_a_failed_one_still_opens_a_call() -> None:
+    answer = '<tool_call>\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    assert parsed(FORMATS["hermes"], answer)[1] == [("add", "{}")]
+    answer = "[TOOL_CALLS] is a mark. [TOOL_CALLS]add[ARGS]{}"
+    assert parsed(FORMATS["mistral"], answer)[1] == [("add", "{}")]
+
+
+def test_the_cut_off_end_of_a_list_of_calls_is_no_text() -> None:
+    answer = '[{"name": "add", "parameters": {}}, {"na'
+    assert parsed(FORCED, answer)[:2] == ("", [("add", "{}")])
+
+
+@pytest.mark.parametrize("text", ["e", "im", "|", "", "<|im_end|>"])
+def test_a_continued_message_ends_with_its_own_text(text: str) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer = Tokenizer(byte_level(), {"chat_template": template})
+    begun = [*TALK[:1], {"role": "assistant", "content": text}]
+    prompt = tokenizer.apply_chat(begun, options={"continue_final_message": True})
+    assert prompt == f"<|im_start|>user\n1 + 1?<|im_end|><|im_start|>assistant\n{text}"
+
+
+def test_results_of_several_calls_are_one_message_where_roles_alternate() -> None:
+    template = (
+        "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('alternate') }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = Tokenizer(byte_level(), {"chat_template": template})
+    results = [{"role": "tool", "content": text, "tool_call_id": "c1"} for text in "23"]
+    prompt = tokenizer.apply_chat([*TALK[:2], *results, {"role": "user", "content": "so?"}])
+    assert prompt.endswith(
+        "<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response>\nso?"
+    )
+
+
+def test_a_template_that_prints_arguments_gets_them_as_text() -> None:
+    template = (
+        "{% if tools %}T{% endif %}{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    tokenizer = Tokenizer(byte_level(), {"chat_template": template})
+    assert tokenizer.apply_chat(TALK, [FUNCTION]) == 'T{"a": 1}'

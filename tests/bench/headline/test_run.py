@@ -106,7 +106,7 @@ def test_service_levels_of_ours_can_be_set(tmp_path: Path) -> None:
     text = (tmp_path / "model_repository" / "conductor" / "config.pbtxt").read_text()
     assert 'key: "ttft_slo_s" value { string_value: "2.0" }' in text
     assert 'key: "tbt_slo_s" value { string_value: "0.1" }' in text
-    with pytest.raises(ValueError, match="not enough|could not convert"):
+    with pytest.raises(ValueError, match=r"not enough|could not convert"):
         systems.mooncake_repository(here, "2")
 
 
