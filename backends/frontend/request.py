@@ -30,6 +30,7 @@ from backends.frontend.inputs import (
     from_json,
     shown,
 )
+from backends.text.chat_template import OWN_VARIABLES
 from backends.text.text_stream import new_text
 from backends.text.tokenizer import Tokenizer
 from backends.text.tool_calls.requests import read_calls, read_functions
@@ -41,7 +42,6 @@ STREAM_INTERVAL_MAX = 2**20
 PROMPTS = ("text_input", "input_ids", "messages")
 MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 OF_A_CHAT = ("tools", "chat_template_kwargs")
-OWN_VARIABLES = ("messages", "tools", "documents")  # of a chat template, which no client sets
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,8 @@ OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # the variable http_proxy does not apply to the frontend
     ("grpc.max_reconnect_backoff_ms", 1000),  # reconnects soon to a restarted frontend
 ]
-OF_PROMPT = (
-    "the prompt ",
-    "there is no prompt",
-    CONTEXT_EXCEEDED,
-)  # beginnings of errors about the prompt
+# Beginnings of errors about the prompt.
+OF_PROMPT = ("the prompt ", "there is no prompt", CONTEXT_EXCEEDED)
 PROBE_S_MAX, PROBE_EVERY_S = 2.0, 1.0  # timeout and period of probes, in seconds
 END_S_MAX = 5.0  # seconds from an answer's last piece until its call is cancelled, if still open
 

@@ -23,6 +23,7 @@ from backends.gateway.fields import (
 )
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
+from backends.text.chat_template import OWN_VARIABLES
 from backends.text.tool_calls.requests import read_calls, read_functions
 
 # OpenAI's newer role `developer` becomes `system`, because chat templates have only `system`.
@@ -30,7 +31,6 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"dev
 # Fields of a message that chat templates do not use: the speaker's `name`, and fields of answers
 # that clients send back. LiteLLM for example sends `provider_specific_fields`.
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
-OWN_VARIABLES = ("messages", "tools", "documents")  # of a chat template, which no client sets
 TOKEN_ID_MAX = 2**31 - 1
 PROMPT_IDS_MAX = 2**20  # limit of token ids in a prompt; the model's own limit may be lower
 
@@ -86,9 +86,7 @@ class TokenizeRequest:
 
 
 def read_tokenize(content: object) -> TokenizeRequest:
-    body = {name: value for name, value in as_object("body", content).items() if value is not None}
-    if unknown := sorted(body.keys() - TOKENIZE_SCHEMA["properties"].keys()):
-        raise bad_field(unknown[0][:64], f"unknown field {shown(unknown[0])}")
+    body = _known_fields(content, TOKENIZE_SCHEMA)
     if ("prompt" in body) == ("messages" in body):
         raise bad_field("prompt", "send either prompt or messages")
     prompt = as_text("prompt", body.get("prompt", ""))
@@ -111,17 +109,23 @@ def read_tokenize(content: object) -> TokenizeRequest:
 
 def read_detokenize(content: object) -> tuple[str, list[int]]:
     """(model, token ids) of a request to /detokenize. Raises HttpRefusal."""
-    body = {name: value for name, value in as_object("body", content).items() if value is not None}
-    if unknown := sorted(body.keys() - DETOKENIZE_SCHEMA["properties"].keys()):
-        raise bad_field(unknown[0][:64], f"unknown field {shown(unknown[0])}")
+    body = _known_fields(content, DETOKENIZE_SCHEMA)
     token_ids = body.get("tokens")
     if not isinstance(token_ids, list):
         raise bad_field("tokens", f"tokens is {shown(token_ids)}; send a list of token ids")
     return as_text("model", body.get("model", "")), _token_ids("tokens", token_ids)
 
 
+def _known_fields(content: object, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a body, without null. Raises HttpRefusal for one that the schema has not."""
+    body = {name: value for name, value in as_object("body", content).items() if value is not None}
+    if unknown := sorted(body.keys() - schema["properties"].keys()):
+        raise bad_field(unknown[0][:64], f"unknown field {shown(unknown[0])}")
+    return body
+
+
 def read_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template; {} for those of a chat whose answer begins a message."""
+    """The variables of the chat template that the request sets. Raises HttpRefusal."""
     found = dict(as_object("chat_template_kwargs", given.get("chat_template_kwargs", {})))
     for name in OWN_VARIABLES:
         if name in found:

@@ -101,12 +101,11 @@ class ToolUse:
 
     def _new_id(self, written: ToolCallFormat | None, name: str, index: int) -> str:
         """An id that the model's chat template accepts in later requests."""
-        if written is not None and written.has_ids:
+        written = written or FORCED
+        if written.has_ids:
             return f"functions.{name}:{self.earlier_calls + index}"
-        prefix, characters = ("call_", 24)
-        if written is not None:
-            prefix, characters = written.id_prefix, written.id_characters
-        return prefix + "".join(secrets.choice(ID_CHARACTERS) for _ in range(characters))
+        characters = (secrets.choice(ID_CHARACTERS) for _ in range(written.id_characters))
+        return written.id_prefix + "".join(characters)
 
 
 class _OneCall:

@@ -45,7 +45,10 @@ PRINTED_PARTS = re.compile(rf"""['"]text['"]:\s*['"]{PROBE}""", re.IGNORECASE)
 ROLES = ("system", "user", "assistant", "tool")  # other roles are tried as `user`
 Content = str | list[dict[str, str]] | None  # parts are {"type": "text", "text": ...}
 READS_NONE = re.compile(r"content(['\"]\])?\s+is\s+(not\s+)?none", re.IGNORECASE)
-# Options of transformers' apply_chat_template that are not variables of the template.
+# Variables that a request has itself, so that no client sets them.
+OWN_VARIABLES = ("messages", "tools", "documents")
+# Options of transformers' apply_chat_template: whether the prompt begins a message of the
+# assistant, and whether the answer continues the last message.
 GENERATION, CONTINUE = "add_generation_prompt", "continue_final_message"
 CONTINUED = "Mooncakecontinues"  # marks the end of a message that the answer continues
 
@@ -96,7 +99,6 @@ def render(
     """Render messages with one of the templates `named`. `options`: variables of the template,
     GENERATION and CONTINUE. Raises InvalidRequest if there is no template to choose, or if the
     template fails or prints no text."""
-    options = {GENERATION: True, CONTINUE: False, **(options or {})}
     source, names = source_of(named, bool(tools)), tuple(sorted(special_tokens.items()))
     given = list(messages)
     if mentions_tools(source):

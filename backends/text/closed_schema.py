@@ -7,8 +7,9 @@ schema unsatisfiable:
 
 * An object inside, beside, or behind a reference from one of COMBINATIONS. Two closed branches of
   an `allOf`, for example, allow no common object.
-* An object that requires a property which `properties` does not name, or more properties than it
-  names, or one of given values (`enum`, `const`).
+* An object that requires a property which `properties` does not name.
+* An object that requires more properties than `properties` names (`minProperties`).
+* An object that is one of given values (`enum`, `const`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,7 @@ from typing import Any
 from backends.text.json_schema import ANNOTATIONS, DEFINITIONS, parts_of
 from backends.text.schema_size import steps_of
 
-CLOSED_BYTES_MAX = (
-    64 * 1024
-)  # JSON of a longer schema, which the conductor refuses, is kept as it is
+CLOSED_BYTES_MAX = 64 * 1024  # a longer schema stays as it is, because the conductor refuses it
 COMBINATIONS = {"allOf", "anyOf", "oneOf", "if", "then", "else", "not"}
 INDEX = re.compile(r"0|[1-9][0-9]{0,5}")  # one spelling each, so no part is walked twice
 Path = tuple[str, ...]

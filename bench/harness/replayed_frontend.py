@@ -4,7 +4,7 @@ It isolates a gateway: no model computes, so a stream is as fast, or as evenly p
 measurement needs. The request's `max_tokens` sets the number of tokens. Its text selects errors:
 `fail:WORDS` before the first token, `break:WORDS` after the third one, `silent` forever; after the
 last one `late:WORDS`, `abort:` aborts the call, `linger:` keeps it open. With `say:WORDS`, the
-answer has this text, PIECE_CHARACTERS in a token. Calls whose client left are counted.
+answer is WORDS, in tokens of PIECE_CHARACTERS. Calls whose client left are counted.
 
     python -m bench.harness.replayed_frontend --address 127.0.0.1:9001
 

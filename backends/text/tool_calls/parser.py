@@ -262,9 +262,7 @@ class CallParser:
             if len(self._held) > HEADER_CHARACTERS_MAX or self._opening in after_opening:
                 raise NotACall
             return
-        name = self._held[:-1]
-        for opening in self._format.openings:
-            name = name.removeprefix(opening)
+        name = self._held[len(self._opening) : -1]
         for text in self._format.around_name:
             name = name.replace(text, "")
         name, _, call_id = name.strip().partition("[CALL_ID]")  # as some Mistral models write
@@ -286,10 +284,7 @@ class CallParser:
         is_complete = self._list.ends_with(character)
         if self._is_expression and not is_complete:
             return
-        text = self._held
-        for opening in self._format.openings:
-            text = text.removeprefix(opening)
-        text = text.lstrip()
+        text = self._held[len(self._opening) :].lstrip()
         if text and PYTHON_BEGIN.fullmatch(text) is None:
             raise NotACall
         self._is_expression = self._is_expression or character == "("
@@ -303,9 +298,7 @@ class CallParser:
         for name, arguments in calls:
             yield from self._begin(name, "")
             yield from self._continue(json.dumps(arguments, ensure_ascii=False))
-            self._calls += 1
-            self._is_begun = False
-        self._held, self._state, self._follows_call = "", _State.TEXT, True
+            self._end()
 
     def _check(self, name: str) -> None:
         """Raises NotACall for a JSON answer that only looks like a call."""
