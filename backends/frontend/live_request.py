@@ -459,8 +459,8 @@ class LiveRequest:
     ) -> events.FirstText:
         """The first token as text, made once, because message and reply carry the same token."""
         if assignment.first is None:
-            sampling = self._understood()[0].sampling
-            before = len(assignment.token_ids) - len(self._understood()[0].prompt_ids)
+            request = self._understood()[0]
+            sampling, before = request.sampling, len(assignment.token_ids) - len(request.prompt_ids)
             text = TextStream(
                 self._services.tokenizer,
                 assignment.token_ids[-CONTEXT_TOKENS:].tolist(),
