@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 TEXT_BYTES_MAX = 4 * 1024**2  # UTF-8 bytes of a prompt's text, or of all messages of a chat
+ANSWERS_MAX = 32  # most answers to one prompt (num_return_sequences)
 # Values of the request parameter `describe`, which the gateway sends in calls of its own.
 CLUSTER, CHARGE = "cluster", "charge"
 
@@ -45,6 +46,7 @@ SUPPORTED_INPUTS = (
     Tensor("frequency_penalty", "FP32"),
     Tensor("seed", "UINT64"),
     Tensor("random_seed", "UINT64"),
+    Tensor("num_return_sequences", "INT32"),
     Tensor("stop_words", "STRING", (-1,)),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),
@@ -62,7 +64,6 @@ SUPPORTED_INPUTS = (
 # Inputs that TensorRT-LLM's model declares. This server accepts only the neutral value of each.
 UNSUPPORTED_INPUTS = (
     Tensor("decoder_text_input", "STRING", neutral=b""),
-    Tensor("num_return_sequences", "INT32", neutral=1),
     Tensor("bad_words", "STRING", (-1,), neutral=b""),
     Tensor("beam_width", "INT32", neutral=1),
     Tensor("length_penalty", "FP32", neutral=1.0),

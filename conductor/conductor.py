@@ -26,7 +26,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from conductor.admission.admission import (
     LOAD_POLICIES,
@@ -198,18 +198,17 @@ class Conductor:
     # Requests
 
     def on_arrival(
-        self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
+        self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float, asked: int = 1
     ) -> Reject | None:
-        """The rejection of an unparsed request by its tenant's limits. None: no limit is exceeded.
+        """The rejection of `asked` unparsed requests by their tenant's limits; None: none.
 
         `in_flight`: the tenant's requests at this frontend, including requests still being parsed.
-        `in_flight` is None for a call that generates nothing (for example /tokenize), because
-        requests_in_flight_max does not apply to it.
+        None for a call that generates nothing, such as /tokenize.
         """
         now_s = self._advance(now_s)
         if in_flight is not None:
             in_flight += self._others.in_flight_of(tenant)
-        used_up = self._quotas.arrival_rejection(tenant, limits, in_flight, now_s)
+        used_up = self._quotas.arrival_rejection(tenant, limits, in_flight, now_s, asked)
         if used_up is None:
             return None
         self._totals.requests += 1
@@ -323,6 +322,9 @@ class Conductor:
             second_fetch_node=options.second_fetch_node(prefill),
             limits=options.limits,
         )
+        if request.is_prefilled:  # one token is left, because a queue holds no work without tokens
+            cached_tokens = request.prompt_tokens - 1
+            route = replace(route, cached_tokens=cached_tokens, fetch_blocks=0, fetch_node=None)
         workers = (prefill.worker, decode.worker)
         self._cluster.reserve(route, workers, request, prefill.terms.fetch_s, now_s)
         usage = self._quotas.admitted(request, now_s)
@@ -330,9 +332,11 @@ class Conductor:
             self._note_routed(route, request, prefill.terms.fetch_s, now_s)
             if usage is not None:
                 self._noted.add(usage)
-        self._hotspots.note(request.block_keys, prefill.local_blocks + route.fetch_blocks, now_s)
         totals = self._totals
         totals.routed += 1
+        if request.is_prefilled:
+            return route
+        self._hotspots.note(request.block_keys, prefill.local_blocks + route.fetch_blocks, now_s)
         totals.prompt_tokens += request.prompt_tokens
         totals.cached_tokens += prefill.cached_tokens
         if prefill.source is not None:
@@ -349,7 +353,8 @@ class Conductor:
         routed = self._cluster.in_flight.get(request_id)
         if routed is None or routed.prefill_done:
             return
-        self._learn(routed, cached_tokens, seconds, now_s)
+        if not routed.request.is_prefilled:
+            self._learn(routed, cached_tokens, seconds, now_s)
         self._cluster.prefill_finished(routed, now_s)
         if self._others:
             self._noted.add(PrefilledNote(routed.number, now_s, cached_tokens, seconds or 0.0))

@@ -37,6 +37,8 @@ class Request:
     excluded_workers: frozenset[tuple[str, str]] = frozenset()
     tenant: str = ""  # has a share of the capacity under overload (fair_share.py)
     is_resumed: bool = False  # True if it was admitted and lost its workers; never shed for load
+    # True: a further answer to the prompt of an admitted request. Only its decode is left to do.
+    is_prefilled: bool = False
     # None if the tenant has no limits, or if an earlier attempt of the request was counted.
     limits: TenantLimits | None = None
 

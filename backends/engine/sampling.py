@@ -49,6 +49,10 @@ class Guide(Protocol):
 
     def advance(self, token_id: int) -> None: ...
 
+    def copy(self) -> Guide:
+        """A matcher with the same state, which advances by itself."""
+        ...
+
 
 class Drawn(NamedTuple):
     """A sampled token."""

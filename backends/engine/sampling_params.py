@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backends.errors import CONTEXT_EXCEEDED
 from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
@@ -66,6 +66,10 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    def of_answer(self, index: int) -> SamplingParams:
+        """The parameters of answer `index` of several: seed + index, modulo 2**64."""
+        return replace(self, seed=(self.seed + index) & SEED_MAX) if index else self
 
     def problems(self, limits: SamplingLimits) -> list[str]:
         """One line for each violated limit; [] if the parameters are valid."""

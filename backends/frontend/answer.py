@@ -6,6 +6,7 @@ time in every response. `decision` (decisions/fields.py) is one of the outputs.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
@@ -28,6 +29,64 @@ class ReplyStream(Protocol):
     def finish(self) -> None: ...
     def fail(self, error: Exception) -> None: ...
     def is_cancelled(self) -> bool: ...
+
+
+class AnswerGroup:
+    """The responses of several answers to one prompt, on the response stream of one request.
+
+    An error of one answer ends the others. Thread-safe.
+    """
+
+    def __init__(self, client: ReplyStream, answers: int) -> None:
+        self._client, self.outputs = client, client.outputs
+        self._lock = threading.Lock()  # held while sending, so that the last response is final
+        self._open = set(range(answers))  # answers whose last response was not sent
+        self._is_failed = False
+        self.streams: Sequence[ReplyStream] = [_OfGroup(self, index) for index in range(answers)]
+
+    def send(self, index: int, values: Mapping[str, np.ndarray], is_final: bool) -> None:
+        if "sequence_index" in values:
+            values = {**values, "sequence_index": np.array([index], np.int32)}
+        with self._lock:
+            if is_final:
+                self._open.discard(index)
+            if not self._is_failed:
+                self._client.send(values, is_final and not self._open)
+
+    def finish(self, index: int) -> None:
+        with self._lock:
+            self._open.discard(index)
+            if not self._open:
+                self._client.finish()
+
+    def fail(self, error: Exception) -> None:
+        with self._lock:
+            if not self._is_failed:
+                self._is_failed = True
+                self._client.fail(error)
+
+    def is_cancelled(self) -> bool:
+        return self._is_failed or self._client.is_cancelled()
+
+
+class _OfGroup:
+    """The response stream of one answer."""
+
+    def __init__(self, group: AnswerGroup, index: int) -> None:
+        self._group, self._index = group, index
+        self.outputs = group.outputs
+
+    def send(self, outputs: Mapping[str, np.ndarray], is_final: bool = False) -> None:
+        self._group.send(self._index, outputs, is_final)
+
+    def finish(self) -> None:
+        self._group.finish(self._index)
+
+    def fail(self, error: Exception) -> None:
+        self._group.fail(error)
+
+    def is_cancelled(self) -> bool:
+        return self._group.is_cancelled()
 
 
 class StreamedAnswer:

@@ -196,9 +196,12 @@ class ClusterView:
         with self._lock:
             self._conductor.on_finished(request_id, time.monotonic(), output_tokens)
 
-    def arrived(self, tenant: str, limits: TenantLimits, in_flight: int | None) -> Reject | None:
+    def arrived(
+        self, tenant: str, limits: TenantLimits, in_flight: int | None, answers: int = 1
+    ) -> Reject | None:
         with self._lock:
-            return self._conductor.on_arrival(tenant, limits, in_flight, time.monotonic())
+            now_s = time.monotonic()
+            return self._conductor.on_arrival(tenant, limits, in_flight, now_s, answers)
 
     def charged(self, tenant: str) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -21,13 +21,14 @@ import numpy as np
 
 from backends.config_pbtxt import FrontendConfig
 from backends.errors import Forbidden, Overloaded, ServingError, WorkerUnavailable
-from backends.frontend.answer import ReplyStream, described
+from backends.frontend.answer import AnswerGroup, ReplyStream, described
 from backends.frontend.cluster_view import ClusterView
 from backends.frontend.decisions.fields import overview
 from backends.frontend.grpc_calls import GrpcCalls
 from backends.frontend.lifecycle.events import Unwanted, WorkerLost
 from backends.frontend.live_request import LiveRequest, Services
 from backends.frontend.live_requests import LiveRequests, TenantCap
+from backends.frontend.request import answers_wanted
 from backends.frontend.request_times import RequestTimes, end_of_span, outcome_of
 from backends.frontend.token_streams import TokenStreams
 from backends.frontend.traffic_recorder import TrafficRecorder
@@ -40,6 +41,8 @@ from backends.tenants.tenant_labels import TenantLabels
 from backends.tensors import CHARGE, CLUSTER
 from backends.text.tokenizer import Tokenizer
 from backends.tracing.export import Tracing, begin_trace
+from backends.tracing.request_spans import Attribute
+from backends.tracing.request_trace import RequestTrace
 from backends.workers.protocol import TakeRole, WorkerOutbox
 from conductor.messages import RoleFlip
 
@@ -105,38 +108,70 @@ class Frontend:
             self._start(self._answer, verb, parameters, client)
             return
         now_s = time.monotonic()
-        times = RequestTimes(self.observations, now_s)
-        trace = begin_trace(self.tracing, parameters, now_s)
+        answers = answers_wanted(inputs, parameters)
+        times = [RequestTimes(self.observations, now_s) for _ in range(answers)]
+        traces = [begin_trace(self.tracing, parameters, now_s) for _ in range(answers)]
+        requests: list[LiveRequest] = []  # the first of them shares its prefill with the others
         refused: ServingError | None = None
         try:
             principal = principal_of(parameters, self._keys, self._secret, time.time())
         except Forbidden as error:
             refused = error
         else:
-            request = LiveRequest(
-                self._services, uuid.uuid4().hex, client, times, now_s, principal, trace
-            )
+            clients = AnswerGroup(client, answers).streams if answers > 1 else [client]
+            of_answers = list(zip(clients, times, traces, strict=True))
+            copies = [self._live_request(*each, now_s, principal) for each in of_answers[1:]]
+            first = self._live_request(*of_answers[0], now_s, principal, copies)
+            requests = [first, *copies]
             with self._entering:
-                times.tenant = self.labels.of(principal)
-                in_flight = self.live.of_tenants()
-                refused = self._used_up(principal, in_flight.get(principal.tenant, 0))
-                if refused is None:
-                    kind, reason = self._cap.rejection(principal.tenant, in_flight, now_s)
-                    refused = Overloaded(kind, reason, 1.0) if kind else None
-                if refused is None:
+                for each in times:
+                    each.tenant = self.labels.of(principal)
+                refused = self._no_room(principal, answers, now_s)
+                for request in requests if refused is None else ():
                     self.live.add(request)
         if refused is not None:
-            times.ended(refused, now_s)
-            trace.ended(end_of_span(refused), now_s, 0.0, {"mooncake.outcome": outcome_of(refused)})
+            attributes: dict[str, Attribute] = {"mooncake.outcome": outcome_of(refused)}
+            for each, trace in zip(times, traces, strict=True):
+                each.ended(refused, now_s)
+                trace.ended(end_of_span(refused), now_s, 0.0, attributes)
             client.fail(refused)
             return
-        request.start(inputs, parameters)
+        requests[0].start(inputs, parameters)
 
-    def _used_up(self, principal: Principal, in_flight: int | None) -> Overloaded | None:
+    def _live_request(
+        self,
+        client: ReplyStream,
+        times: RequestTimes,
+        trace: RequestTrace,
+        now_s: float,
+        principal: Principal,
+        copies: Sequence[LiveRequest] = (),
+    ) -> LiveRequest:
+        request_id = uuid.uuid4().hex
+        return LiveRequest(
+            self._services, request_id, client, times, now_s, principal, trace, copies
+        )
+
+    def _no_room(self, principal: Principal, answers: int, now_s: float) -> Overloaded | None:
+        """The rejection of a request for several answers, each of which counts; None: none."""
+        in_flight = self.live.of_tenants()
+        own = in_flight.get(principal.tenant, 0)
+        if (used_up := self._used_up(principal, own, answers)) is not None:
+            return used_up
+        for more in range(answers):
+            counted = {**in_flight, principal.tenant: own + more}
+            kind, reason = self._cap.rejection(principal.tenant, counted, now_s)
+            if kind:
+                return Overloaded(kind, reason, 1.0)
+        return None
+
+    def _used_up(
+        self, principal: Principal, in_flight: int | None, answers: int = 1
+    ) -> Overloaded | None:
         """The rejection by the tenant's limits that apply before the prompt is parsed, or None."""
         if principal.limits is None:
             return None
-        found = self.cluster.arrived(principal.tenant, principal.limits, in_flight)
+        found = self.cluster.arrived(principal.tenant, principal.limits, in_flight, answers)
         return found and Overloaded(found.kind, found.reason, found.retry_after_s)
 
     def _answer(self, verb: Verb, parameters: dict[str, Any], client: ReplyStream) -> None:

@@ -18,9 +18,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from backends.errors import (
 from backends.frontend import grpc_calls
 from backends.frontend import request as client_request
 from backends.frontend.answer import ReplyStream, StreamedAnswer, WholeAnswer, describe
+from backends.frontend.assignment import Assignment, prefilled_copies
 from backends.frontend.cluster_view import ClusterView, Served
 from backends.frontend.decisions.fields import (
     decode_fields,
@@ -45,7 +47,6 @@ from backends.frontend.decisions.fields import (
     reject_fields,
     route_fields,
 )
-from backends.frontend.decisions.latest import Decided
 from backends.frontend.lifecycle import events
 from backends.frontend.lifecycle.attempts import CALL_SILENCE_S_MAX, Attempts, is_silent
 from backends.frontend.lifecycle.events import LifecycleAction, LifecycleEvent
@@ -61,19 +62,9 @@ from backends.frontend.token_streams import TokenStreams, delta_of
 from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.tenants.principal import Principal
-from backends.text.text_stream import TextStream, merge
-from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
 from backends.tracing.request_trace import RequestTrace
-from backends.workers.protocol import (
-    DecodeReply,
-    DecodeRequest,
-    FirstToken,
-    PrefillReply,
-    PrefillRequest,
-    Stop,
-    WorkerOutbox,
-)
+from backends.workers.protocol import DecodeReply, FirstToken, PrefillReply, Stop, WorkerOutbox
 from conductor.messages import Reject, Request
 from mooncake_store.block_keys import block_keys, chain_seed
 
@@ -100,19 +91,6 @@ class Services:
     on_end: Callable[[LiveRequest], None]  # called once per request
 
 
-@dataclass(slots=True)
-class Assignment:
-    """An attempt, and the pair of workers to which it was routed."""
-
-    request_id: str  # of this attempt only, so that its late messages do not reach the next one
-    token_ids: np.ndarray  # the prompt, then the answer tokens that the client already had
-    decided: Decided
-    routed_s: float  # monotonic time of the routing decision
-    prefilled: tuple[int, PrefillReply] | None = None  # (first token id, reply); None before reply
-    replied_s: float = 0.0  # monotonic time of the prefill reply; 0.0 before the reply
-    first: events.FirstText | None = None  # first token as text; None until the token arrived
-
-
 class LiveRequest:
     """Any thread may `post` events. Only the handling of an event changes `state`."""
 
@@ -125,7 +103,10 @@ class LiveRequest:
         arrived_s: float,
         principal: Principal,
         trace: RequestTrace,
+        copies: Sequence[LiveRequest] = (),
     ) -> None:
+        """`copies`: further answers to the same prompt. They begin after the prefill of this
+        request, which samples a first token for each of them."""
         self.request_id = request_id  # made by the frontend, because clients' ids may repeat
         self._principal = principal
         self.tenant = principal.tenant
@@ -148,11 +129,21 @@ class LiveRequest:
         self._request: ClientRequest | None = None  # None until parsed, as the next two fields
         self._served: Served | None = None
         self._answer: StreamedAnswer | WholeAnswer | None = None
+        self._copies = list(copies)  # not begun yet
+        self._given: tuple[int, PrefillReply] | None = None  # prefill of a copy, until it is routed
 
     # --- the mailbox
 
     def start(self, inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> None:
         self._services.start(self._run, partial(self._understand, inputs, parameters))
+
+    def _begin(self, given: tuple[int, PrefillReply] | None) -> None:
+        """Begin a copy. `given`: its first token and the reply of the shared prefill. None: it
+        needs a prefill of its own, because the engine samples one token of a prompt."""
+        self._given = given
+        self.post(self._first_event())
+        if self.state.phase is Phase.DONE and self._given is not None:  # it had ended before
+            self._services.start(self._let_go, self._given)
 
     def post(self, event: LifecycleEvent) -> None:
         """Handle the event, or leave it to the owner. Only sending a message may block."""
@@ -275,12 +266,21 @@ class LiveRequest:
             described = describe(served, limits, causes, self._client.outputs)
             self._client.send(described, is_final=True)
             return events.Described()
+        self._accept(request, served)
+        for index, copy in enumerate(self._copies, 1):
+            copy._accept(replace(request, sampling=request.sampling.of_answer(index)), served)
+        return self._first_event()
+
+    def _accept(self, request: ClientRequest, served: Served) -> None:
         self._request, self._served = request, served
         self._answer = (StreamedAnswer if request.is_stream else WholeAnswer)(request, self._client)
         self.times.is_stream = request.is_stream
         self.trace.read(time.monotonic(), request_attributes(request, self.request_id))
         if request.timeout_ms:
             self._timeout_s = request.timeout_ms / 1000
+
+    def _first_event(self) -> events.Understood:
+        request, services = self._understood()[0], self._services
         attempts = Attempts(
             services.config.attempts_max,
             self._arrived_s,
@@ -311,6 +311,7 @@ class LiveRequest:
         token_ids = np.concatenate([request.prompt_ids, np.array(self._sent_ids, np.int32)])
         seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
         request_id = self._id_of(action.attempt)
+        given, self._given = self._given, None
         try:
             decided = self._services.cluster.decide(
                 Request(
@@ -322,15 +323,18 @@ class LiveRequest:
                     tenant=self.tenant,
                     excluded_workers=self._pinned_out(action.is_resumed) | action.avoided,
                     is_resumed=action.is_resumed,
+                    is_prefilled=given is not None,
                     limits=None if self._counted_id else self._principal.limits,
                 ),
                 wants_candidates=request.wants_decision,
             )
         except ServingError as error:
+            self._let_go(given)
             now_s = time.monotonic()
             self.trace.decided(action.attempt, now_s, {}, end_of_span(error))
             return events.NotRouted(action.attempt, error, now_s)
         if isinstance(decided, Reject):
+            self._let_go(given)
             log.info("decision %s", decided, extra=self._in_log)
             rejection = Overloaded(decided.kind, decided.reason, decided.retry_after_s)
             now_s = time.monotonic()
@@ -344,7 +348,15 @@ class LiveRequest:
         if self.trace.is_on:
             fields = route_fields(decided, self._services.cluster.config)
             self.trace.decided(action.attempt, now_s, fields, "")
-        self._assignments[action.attempt] = Assignment(request_id, token_ids, decided, now_s)
+        self._assignments[action.attempt] = Assignment(
+            request_id,
+            token_ids,
+            decided,
+            now_s,
+            given,
+            now_s if given else 0.0,
+            is_copy=bool(given),
+        )
         prefill, decode = decided.route.prefill, decided.route.decode
         return events.Routed(
             action.attempt,
@@ -352,6 +364,11 @@ class LiveRequest:
             (decode.worker_id, decode.incarnation),
             now_s,
         )
+
+    def _let_go(self, given: tuple[int, PrefillReply] | None) -> None:
+        """Release the leases of a copy that was prefilled but is not routed."""
+        if given is not None:
+            self._services.cluster.release(self._id_of(1))
 
     def _pinned_out(self, is_resumed: bool) -> frozenset[tuple[str, str]]:
         """All workers that the client's pins exclude: the other workers of a pinned role."""
@@ -366,29 +383,19 @@ class LiveRequest:
 
     def _prefill(self, action: events.CallPrefill, assignment: Assignment) -> LifecycleEvent:
         request, _ = self._understood()
-        route, streams = assignment.decided.route, self._services.streams
-        call = PrefillRequest(
-            request_id=assignment.request_id,
-            prompt_tokens=len(request.prompt_ids),
-            sampling=request.sampling,
-            cache_salt=request.cache_salt,
-            fetch_blocks=route.fetch_blocks,
-            fetch_nodes=list(route.fetch_nodes),
-            decode_inbox=route.decode.inbox if request.sampling.max_tokens > 1 else "",
-            reserve_tokens=len(request.prompt_ids) + request.sampling.max_tokens,
-            reply_inbox=streams.address,
-            place_s=route.order_key_s - time.monotonic(),
-            is_resumed=action.is_resumed,
-            trace_id=self.trace.trace_id,
-            near_blocks=route.local_blocks - route.restore_blocks,
-        )
-        self.trace.called(action.attempt, route.prefill.worker_id, time.monotonic())
-        ids, reply = grpc_calls.ask(
-            self._services.calls, route.prefill, call, assignment.token_ids, PrefillReply
-        )
-        token_id = int(ids[0])
-        assignment.prefilled, assignment.replied_s = (token_id, reply), time.monotonic()
-        self.trace.prefilled(action.attempt, reply, assignment.replied_s)
+        if assignment.prefilled is None:
+            copies = [copy._id_of(1) for copy in self._copies]
+            call = assignment.prefill_call(
+                request, self._services.streams, action.is_resumed, self.trace.trace_id, copies
+            )
+            worker = assignment.decided.route.prefill
+            self.trace.called(action.attempt, worker.worker_id, time.monotonic())
+            ids, reply = grpc_calls.ask(
+                self._services.calls, worker, call, assignment.token_ids, PrefillReply
+            )
+            assignment.prefilled, assignment.replied_s = (int(ids[0]), reply), time.monotonic()
+            self.trace.prefilled(action.attempt, reply, assignment.replied_s)
+        token_id, reply = assignment.prefilled
         fields: dict[str, object] = {}
         if request.wants_decision:
             fields = route_fields(assignment.decided, self._services.cluster.config)
@@ -401,28 +408,15 @@ class LiveRequest:
     def _decode(self, action: events.CallDecode, assignment: Assignment) -> LifecycleEvent:
         request, _ = self._understood()
         assert assignment.prefilled is not None
-        token_id, prefilled = assignment.prefilled
         limits, config = assignment.decided.route.limits, self._services.cluster.config
-        slo_s = 0.0 if action.is_resumed else config.arrival_tbt_slo_s(limits)
-        call = DecodeRequest(
-            request_id=assignment.request_id,
-            prompt_tokens=len(request.prompt_ids),
-            sampling=request.sampling,
-            cache_salt=request.cache_salt,
-            blocks=prefilled.blocks,
-            stream_interval=request.stream_interval if request.is_stream else 0,
-            reply_inbox=self._services.streams.address,
-            tbt_slo_s=slo_s,
-            is_resumed=action.is_resumed,
-            native=prefilled.native,
-            trace_id=self.trace.trace_id,
-            first_logprobs=prefilled.logprobs,
-            priority=request.priority,
-            messages_per_s_max=self._services.streams.messages_per_s_max if request.is_paced else 0,
+        is_admitted = action.is_resumed or assignment.is_copy
+        slo_s = 0.0 if is_admitted else config.arrival_tbt_slo_s(limits)
+        call = assignment.decode_call(
+            request, self._services.streams, is_admitted, self.trace.trace_id, slo_s
         )
-        token_ids = np.append(assignment.token_ids, np.int32(token_id))
+        token_ids = np.append(assignment.token_ids, np.int32(assignment.prefilled[0]))
         worker = assignment.decided.route.decode
-        self.trace.called(action.attempt, worker.worker_id, time.monotonic())
+        self.trace.called(action.attempt, worker.worker_id, time.monotonic(), is_decode=True)
         ids, reply = grpc_calls.ask(self._services.calls, worker, call, token_ids, DecodeReply)
         now_s = time.monotonic()
         self.trace.decoded(action.attempt, reply, now_s)
@@ -457,28 +451,8 @@ class LiveRequest:
     def _first_text(
         self, assignment: Assignment, token_id: int, source: FirstToken | PrefillReply
     ) -> events.FirstText:
-        """The first token as text, made once, because message and reply carry the same token."""
-        if assignment.first is None:
-            request = self._understood()[0]
-            sampling, before = request.sampling, len(assignment.token_ids) - len(request.prompt_ids)
-            text = TextStream(
-                self._services.tokenizer,
-                assignment.token_ids[-CONTEXT_TOKENS:].tolist(),
-                sampling.stop_words,
-                sampling.end_ids,
-                max(sampling.min_tokens - before, 0),
-                sampling.shows_special,
-            )
-            delta = text.push([token_id], logprobs=source.logprobs)
-            reason = "length" if before + 1 >= sampling.max_tokens else ""
-            if delta.is_stopped:
-                reason = "stop_word"
-            elif token_id in sampling.end_ids:
-                reason = "end_id"
-            if reason:
-                delta = merge([delta, text.finish()])
-            assignment.first = events.FirstText(delta, reason, source.cached_tokens)
-        return assignment.first
+        request, _ = self._understood()
+        return assignment.first_text(request, self._services.tokenizer, token_id, source)
 
     # --- carrying out actions; an action that blocks is returned as Work
 
@@ -551,8 +525,12 @@ class LiveRequest:
         self._services.cluster.prefill_finished(request_id, cached_tokens, reply.compute_s)
         if self._request is not None:
             self.times.read(len(self._request.prompt_ids), cached_tokens)
-        took_s = assignment.replied_s - assignment.routed_s
-        self.times.prefilled(assignment.decided.route, took_s)
+        if not assignment.is_copy:
+            took_s = assignment.replied_s - assignment.routed_s
+            self.times.prefilled(assignment.decided.route, took_s)
+        copies, self._copies = self._copies, []
+        for copy, given in zip_longest(copies, prefilled_copies(reply)):
+            copy._begin(given)
 
     def _stop_workers(self, action: events.StopWorkers) -> None:
         """Send Stop to every process of both workers; a worker that reloads has two processes."""
@@ -578,6 +556,8 @@ class LiveRequest:
             self._client.fail(problem)
         finally:
             self._is_done.set()
+            if self._given is not None:
+                self._services.start(self._let_go, self._given)
             self._services.on_end(self)
             now_s = time.monotonic()
             self.times.ended(error, now_s)

@@ -113,11 +113,28 @@ def parse(
         describe=options.describe,
         timeout_ms=options.timeout_ms,
     )
+    _answers(reader)
     for name in ("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"):
         reader.flag(name)  # only the type is checked, because these inputs have no effect
     if reader.problems:
         raise InvalidRequest(reader.problems)
     return request
+
+
+def answers_wanted(inputs: Mapping[str, np.ndarray], parameters: Mapping[str, Any]) -> int:
+    """Number of answers to the prompt. 1 for an invalid number, which `parse` reports."""
+    wants_facts = "describe" in parameters or "num_return_sequences" not in inputs
+    return 1 if wants_facts else _answers(InputReader(inputs))
+
+
+def _answers(reader: InputReader) -> int:
+    answers = reader.integer("num_return_sequences")
+    if answers is None:
+        return 1
+    if not 1 <= answers <= tensors.ANSWERS_MAX:
+        reader.note(f"num_return_sequences is {answers}; use 1 to {tensors.ANSWERS_MAX}")
+        return 1
+    return answers
 
 
 def parse_prompt(

@@ -32,13 +32,13 @@ from starlette.types import ASGIApp
 
 from backends.gateway import fields
 from backends.gateway.doors import BODY_BYTES_MAX, Doors, answers_browsers
-from backends.gateway.events import OBJECTS, AnswerFacts, refusal_response
+from backends.gateway.events import OBJECTS, AnswerFacts, ChoiceWriter, refusal_response
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls, ServedModel
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.gateway.generation import GenerationResponse
-from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
+from backends.gateway.infer_request import GatewayRequest, read_request
 from backends.gateway.logprobs import LogprobsWriter
 from backends.gateway.page.html import page
 from backends.gateway.page.live_status import LiveStatus, shown_to
@@ -181,25 +181,37 @@ class Gateway:
             if traceparent := traceparent_in(request.scope):
                 parameters = {**wanted.parameters, TRACEPARENT: traceparent}
                 wanted = replace(wanted, parameters=parameters)
-            calls = None
-            if wanted.tools is not None and wanted.tools.choice != NONE:
+            written = None
+            has_calls = wanted.tools is not None and wanted.tools.choice != NONE
+            if wanted.tools is not None and has_calls:
                 found = self._tokenizing.known_format(served)
                 if found is None:
                     found = await asyncio.to_thread(self._tokenizing.call_format, served)
-                calls = wanted.tools.reader(found.written)
+                written = found.written
                 if found.has_hidden_marks and wanted.tools.choice == DEFAULT:
                     inputs = {**wanted.inputs, "skip_special_tokens": False}
                     wanted = replace(wanted, inputs=inputs)
-            logprobs = None
-            if wanted.wants_logprobs:
+            words = None
+            if wanted.shows_logprobs:
                 words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)
-                logprobs = LogprobsWriter(route, words)
+            choices = [
+                ChoiceWriter(
+                    LogprobsWriter(route, words) if words is not None else None,
+                    wanted.tools.reader(written) if wanted.tools and has_calls else None,
+                )
+                for _ in range(wanted.choices)
+            ]
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
-            call = self.calls.start(infer_request(wanted, answer_id), wanted.names)
+            call = self.calls.start(wanted, answer_id)
             facts = AnswerFacts(
-                route, answer_id, int(time.time()), served.name, wanted.counts_each_event
+                route,
+                answer_id,
+                int(time.time()),
+                served.name,
+                wanted.counts_each_event,
+                wanted.answers,
             )
-            return GenerationResponse(call, facts, wanted, self.counts, logprobs, calls)
+            return GenerationResponse(call, facts, wanted, self.counts, choices)
 
         generate.__name__ = f"generate_{route}"
         return generate

@@ -47,6 +47,7 @@ class AnswerPiece(NamedTuple):
     cached_tokens: int = 0
     logprobs: PieceLogprobs | None = None
     decision: bytes = b""  # JSON of the routing decision; b"" in most pieces, and if not requested
+    index: int = 0  # of its answer, among all answers of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class AnswerFacts:
     created_s: int
     model: str
     counts_each_event: bool = False  # True: each event has token counts, not only the last
+    answers: int = 1  # to each prompt
 
 
 def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, object]:
@@ -69,20 +71,29 @@ def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[st
     }
 
 
+@dataclass(slots=True)
+class ChoiceWriter:
+    """The state of one answer while its events are written."""
+
+    logprobs: LogprobsWriter | None = None  # None: the client gets none
+    calls: CallReader | None = None  # None: the answer has no calls
+    has_calls: bool = False  # True once a part of a call was written
+    is_begun: bool = False  # True once an event was written
+    before: bytes = b""  # constant bytes of an event before the text, as the next one
+    before_delta: bytes = b""
+
+
 class EventStream:
-    """The events of one answer, as bytes."""
+    """The events of all answers of one request, as bytes."""
 
     def __init__(
-        self,
-        facts: AnswerFacts,
-        includes_usage: bool,
-        logprobs: LogprobsWriter | None = None,
-        calls: CallReader | None = None,
+        self, facts: AnswerFacts, includes_usage: bool, choices: Sequence[ChoiceWriter]
     ) -> None:
-        self._logprobs, self._calls = logprobs, calls
-        self._has_calls = False  # the answer has had a part of a call
+        self._facts, self._choices = facts, choices
+        self._unfinished = len(choices)
         self._includes_usage = includes_usage
-        self._output_tokens = self._cached_tokens = self._prompt_tokens = 0
+        self._output_tokens = 0
+        self._of_prompts: dict[int, tuple[int, int]] = {}  # prompt -> its tokens, cached ones
         self._is_chat = facts.route == CHAT
         head = {
             "id": facts.answer_id,
@@ -91,8 +102,12 @@ class EventStream:
             "model": facts.model,
         }
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
-        inner = b'"delta":{"content":' if self._is_chat else b'"text":'
-        self._before = self._head + b'{"index":0,' + inner
+        for index, choice in enumerate(choices):
+            choice.before_delta = self._head + b'{"index":%d,"delta":' % index
+            text = b'{"index":%d,"text":' % index
+            choice.before = (
+                choice.before_delta + b'{"content":' if self._is_chat else self._head + text
+            )
         closing = b"}" if self._is_chat else b""
         # As in OpenAI's streams, the token counts are null except in the last event.
         no_usage = b',"usage":null' if includes_usage else b""
@@ -100,56 +115,71 @@ class EventStream:
         self._end = b"}]" + no_usage + EVENT_END
         self._counts_each_event = facts.counts_each_event
 
-    def opening(self) -> bytes:
-        """The event with the role, sent before the first piece of a chat; b"" in a completion."""
-        if not self._is_chat:
-            return b""
-        choice = b'{"index":0,"delta":{"role":"assistant","content":""'
-        return self._head + choice + self._between + b"null" + self._end
+    @property
+    def is_over(self) -> bool:
+        return not self._unfinished
 
     def event(self, piece: AnswerPiece) -> bytes:
+        """The events of one piece; b"" if its text is held back. Before the first event of a chat's
+        answer comes one with the role."""
+        choice = self._choices[piece.index]
         self._output_tokens += piece.output_tokens
         between, end = self._between, self._end
-        if self._logprobs is not None and piece.logprobs is not None:
-            logprobs = encode(self._logprobs.add(piece.logprobs))
+        if choice.logprobs is not None and piece.logprobs is not None:
+            logprobs = encode(choice.logprobs.add(piece.logprobs))
             between = between.replace(b"null", logprobs, 1)
         if self._counts_each_event or piece.finish_reason:
-            self._prompt_tokens, self._cached_tokens = piece.prompt_tokens, piece.cached_tokens
+            of_prompt = (piece.prompt_tokens, piece.cached_tokens)
+            self._of_prompts.setdefault(piece.index // self._facts.answers, of_prompt)
         if self._counts_each_event:
             end = b'}],"usage":' + self._usage() + EVENT_END
         if piece.decision:
             end = end.removesuffix(EVENT_END) + b',"decision":' + piece.decision + EVENT_END
-        if self._calls is not None:
-            return self._with_calls(self._calls, piece, between, end)
-        begin = self._before + encode(piece.text.decode("utf-8", "replace")) + between
-        if not piece.finish_reason:
-            return begin + b"null" + end
-        return begin + encode(_reason(piece)) + end + self._closing()
+        if choice.calls is not None:
+            body = self._with_calls(choice, choice.calls, piece, between, end)
+        else:
+            reason = encode(_reason(piece)) if piece.finish_reason else b"null"
+            text = encode(piece.text.decode("utf-8", "replace"))
+            body = choice.before + text + between + reason + end
+        if body and not choice.is_begun:
+            choice.is_begun = True
+            if self._is_chat:
+                role = b'{"role":"assistant","content":""'
+                body = choice.before_delta + role + self._between + b"null" + self._end + body
+        if piece.finish_reason:
+            self._unfinished -= 1
+            if self.is_over:
+                body += self._closing()
+        return body
 
     def _with_calls(
-        self, calls: CallReader, piece: AnswerPiece, between: bytes, end: bytes
+        self,
+        choice: ChoiceWriter,
+        calls: CallReader,
+        piece: AnswerPiece,
+        between: bytes,
+        end: bytes,
     ) -> bytes:
         """The events of a piece in a chat with tools. Logprobs, counts and the decision are in its
         last event."""
         plain = self._between + b"null" + self._end
         deltas = []
         for part in read_parts(calls, [piece]):
-            self._has_calls |= isinstance(part, CallPart)
+            choice.has_calls |= isinstance(part, CallPart)
             deltas.append(_delta(part))
         has_more = between is not self._between or end is not self._end
         if piece.finish_reason or (has_more and not deltas):
-            deltas.append(b'{"content":""' if not self._has_calls else b"{")
+            deltas.append(b'{"content":""' if not choice.has_calls else b"{")
         if not deltas:
             return b""
-        choice = self._head + b'{"index":0,"delta":'
-        body = b"".join(choice + delta + plain for delta in deltas[:-1]) + choice + deltas[-1]
-        if not piece.finish_reason:
-            return body + between + b"null" + end
-        reason = encode(_reason(piece, self._has_calls))
-        return body + between + reason + end + self._closing()
+        begin = choice.before_delta
+        body = b"".join(begin + delta + plain for delta in deltas[:-1]) + begin + deltas[-1]
+        reason = encode(_reason(piece, choice.has_calls)) if piece.finish_reason else b"null"
+        return body + between + reason + end
 
     def _usage(self) -> bytes:
-        return encode(usage(self._prompt_tokens, self._output_tokens, self._cached_tokens))
+        prompt_tokens, cached_tokens = map(sum, zip(*self._of_prompts.values(), strict=True))
+        return encode(usage(prompt_tokens, self._output_tokens, cached_tokens))
 
     def _closing(self) -> bytes:
         if not self._includes_usage:
@@ -212,36 +242,59 @@ def error_event(refusal: HttpRefusal) -> bytes:
 
 
 def whole(
-    facts: AnswerFacts,
-    pieces: list[AnswerPiece],
-    logprobs: LogprobsWriter | None = None,
-    calls: CallReader | None = None,
+    facts: AnswerFacts, pieces: Sequence[AnswerPiece], choices: Sequence[ChoiceWriter], kept: int
 ) -> bytes:
-    """An answer that is not streamed."""
-    of_tokens = None
-    if logprobs is not None:
-        of_tokens = logprobs.add(joined([each.logprobs for each in pieces if each.logprobs]))
-    text = b"".join(piece.text for piece in pieces).decode("utf-8", "replace")
-    last = pieces[-1]
-    choice: dict[str, object] = {"index": 0}
-    if facts.route == CHAT:
-        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
-        if calls is not None:
-            message |= _content_and_calls(read_parts(calls, pieces))
-        choice["message"] = message
-    else:
-        choice["text"] = text
-    has_calls = calls is not None and "tool_calls" in message
-    choice |= {"logprobs": of_tokens, "finish_reason": _reason(last, has_calls)}
-    output_tokens = sum(piece.output_tokens for piece in pieces)
+    """All answers of a request that is not streamed. `kept`: answers to each prompt that the client
+    gets, those with the highest mean logprob."""
+    of_choices: list[list[AnswerPiece]] = [[] for _ in choices]
+    for piece in pieces:
+        of_choices[piece.index].append(piece)
+    made: list[dict[str, object]] = []
+    for begin in range(0, len(choices), facts.answers):
+        of_prompt = range(begin, begin + facts.answers)
+        if kept < facts.answers:
+            of_prompt = sorted(of_prompt, key=lambda index: -_mean_logprob(of_choices[index]))[
+                :kept
+            ]
+        for index in of_prompt:
+            made.append(_choice(facts, len(made), of_choices[index], choices[index]))
+    firsts = [of_choices[begin][-1] for begin in range(0, len(choices), facts.answers)]
     answer = {
         "id": facts.answer_id,
         "object": OBJECTS[facts.route][1],
         "created": facts.created_s,
         "model": facts.model,
-        "choices": [choice],
-        "usage": usage(last.prompt_tokens, output_tokens, last.cached_tokens),
+        "choices": made,
+        "usage": usage(
+            sum(piece.prompt_tokens for piece in firsts),
+            sum(piece.output_tokens for piece in pieces),
+            sum(piece.cached_tokens for piece in firsts),
+        ),
     }
-    if last.decision:
-        answer["decision"] = msgspec.Raw(last.decision)
+    if decision := of_choices[0][-1].decision:
+        answer["decision"] = msgspec.Raw(decision)
     return encode(answer)
+
+
+def _choice(
+    facts: AnswerFacts, index: int, pieces: list[AnswerPiece], writer: ChoiceWriter
+) -> dict[str, object]:
+    of_tokens = None
+    if writer.logprobs is not None:
+        of_tokens = writer.logprobs.add(joined([each.logprobs for each in pieces if each.logprobs]))
+    text = b"".join(piece.text for piece in pieces).decode("utf-8", "replace")
+    choice: dict[str, object] = {"index": index}
+    if facts.route == CHAT:
+        message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
+        if writer.calls is not None:
+            message |= _content_and_calls(read_parts(writer.calls, pieces))
+        choice["message"] = message
+    else:
+        choice["text"] = text
+    has_calls = writer.calls is not None and "tool_calls" in message
+    return choice | {"logprobs": of_tokens, "finish_reason": _reason(pieces[-1], has_calls)}
+
+
+def _mean_logprob(pieces: Sequence[AnswerPiece]) -> float:
+    found = joined([each.logprobs for each in pieces if each.logprobs]).log_probs
+    return sum(found) / len(found) if found else float("-inf")

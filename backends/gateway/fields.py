@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from backends.statuses import HttpRefusal
+from backends.tensors import ANSWERS_MAX
 from backends.text.closed_schema import CLOSED_BYTES_MAX, closed
 
 INT32 = 2**31  # a 32-bit integer is -INT32 to INT32 - 1
@@ -55,7 +56,12 @@ class UnsupportedField:
 FIELDS = (
     Field("model", "text", "name of the model, as in /v1/models"),
     Field("messages", "messages", "the conversation so far", routes=(CHAT,)),
-    Field("prompt", "prompt", "a text, or the ids of its tokens", routes=(COMPLETION,)),
+    Field(
+        "prompt",
+        "prompt",
+        "a text, the ids of its tokens, or a list of several such prompts",
+        routes=(COMPLETION,),
+    ),
     Field("max_tokens", "integer", "largest number of tokens of the answer", "max_tokens"),
     Field("max_completion_tokens", "integer", "the newer name of max_tokens", routes=(CHAT,)),
     Field("min_tokens", "integer", "smallest number of tokens of the answer", "min_tokens"),
@@ -138,7 +144,13 @@ FIELDS = (
         "return the routing decision and its outcome as `decision`",
         "return_decision",
     ),
-    Field("n", "one", "1: one answer for a request"),
+    Field("n", "answers", "number of answers to each prompt"),
+    Field(
+        "best_of",
+        "answers",
+        "number of answers of which the `n` with the highest mean logprob are returned",
+        routes=(COMPLETION,),
+    ),
     Field("timeout", "seconds", "deadline in seconds after the arrival"),
     Field(
         "priority",
@@ -156,7 +168,7 @@ FIELDS = (
     Field("store", "flag", "ignored: answers are not stored", routes=(CHAT,)),
 )
 UNSUPPORTED = (
-    UnsupportedField("best_of", (1,)),
+    UnsupportedField("best_of", (1,), (CHAT,)),
     UnsupportedField("logit_bias", ({},)),
     UnsupportedField("echo", (False,), (COMPLETION,)),
     UnsupportedField("suffix", ("",), (COMPLETION,)),
@@ -178,10 +190,11 @@ UNSUPPORTED = (
 SECONDS_MIN, SECONDS_MAX = 0.001, 86400
 TEMPERATURE_MAX = 2  # OpenAI's limit; the conductor's own is wider
 INTEGER_SCHEMA = {"type": ["integer", "null"], "minimum": -INT32, "maximum": INT32 - 1}
+TOKENS_SCHEMA = {"type": "array", "items": INTEGER_SCHEMA | {"type": "integer"}, "minItems": 1}
 SCHEMAS: dict[str, dict[str, Any]] = {
     "integer": INTEGER_SCHEMA,
     "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**64 - 1},
-    "one": {"enum": [1, None]},
+    "answers": {"type": ["integer", "null"], "minimum": 1, "maximum": ANSWERS_MAX},
     "number": {"type": ["number", "null"]},
     "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": TEMPERATURE_MAX},
     "seconds": {"type": ["number", "null"], "minimum": SECONDS_MIN, "maximum": SECONDS_MAX},
@@ -275,8 +288,9 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "prompt": {
         "anyOf": [
             {"type": "string", "minLength": 1},
-            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1},
-            {"type": "array", "items": INTEGER_SCHEMA | {"type": "integer"}, "minItems": 1},
+            {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+            TOKENS_SCHEMA,
+            {"type": "array", "items": TOKENS_SCHEMA, "minItems": 1},
         ]
     },
     "messages": {
@@ -443,14 +457,11 @@ def _seed(name: str, value: object) -> int:
     return _integer(name, value, bits=64, most=2**64 - 1) % 2**64
 
 
-def _one(name: str, value: object) -> int:
-    if value != 1 or isinstance(value, bool):
-        raise bad_field(
-            name,
-            f"{name} is {shown(value)}; this server gives 1 answer for a request",
-            code="unsupported",
-        )
-    return 1
+def _answers(name: str, value: object) -> int:
+    answers = _integer(name, value)
+    if not 1 <= answers <= ANSWERS_MAX:
+        raise bad_field(name, f"{name} is {answers}; send 1 to {ANSWERS_MAX}")
+    return answers
 
 
 def _number(name: str, value: object) -> float:
@@ -550,7 +561,7 @@ def _format(name: str, value: object) -> str:
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "integer": _integer,
     "seed": _seed,
-    "one": _one,
+    "answers": _answers,
     "number": _number,
     "temperature": _temperature,
     "seconds": _seconds,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,15 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.errors import CONTEXT_EXCEEDED
 from backends.gateway.events import AnswerPiece
-from backends.gateway.infer_request import COUNTS, MODEL, NAME_OF_TENSOR, describe_request
+from backends.gateway.infer_request import (
+    ANSWER,
+    COUNTS,
+    MODEL,
+    NAME_OF_TENSOR,
+    GatewayRequest,
+    describe_request,
+    infer_request,
+)
 from backends.gateway.logprobs import PieceLogprobs
 from backends.gateway.tool_use import BY_TEMPLATE
 from backends.statuses import HttpRefusal, of_message, unavailable
@@ -66,11 +74,15 @@ class FrontendCalls:
         for channel in self._channels:
             await channel.close()
 
-    def start(
-        self, message: service_pb2.ModelInferRequest, names: Mapping[str, str]
-    ) -> FrontendCall:
-        """Start a call. `names`: tensor -> field, where the field differs from NAME_OF_TENSOR."""
-        return FrontendCall(next(self._stubs).ModelStreamInfer(iter((message,))), names)
+    def start(self, request: GatewayRequest, request_id: str) -> FrontendCall | SeveralCalls:
+        """Start the call for each prompt of the request."""
+        calls = []
+        for prompt in range(len(request.prompts)):
+            call_id = f"{request_id}-{prompt}" if prompt else request_id
+            message = infer_request(request, call_id, prompt)
+            stream = next(self._stubs).ModelStreamInfer(iter((message,)))
+            calls.append(FrontendCall(stream, request.names, request.answers))
+        return calls[0] if len(calls) == 1 else SeveralCalls(calls, request.answers)
 
     async def describe_model(self) -> dict[str, Any]:
         """The conductor's description of its model; {} if the call fails or returns no object."""
@@ -118,8 +130,12 @@ class FrontendCalls:
 class FrontendCall:
     """One request at the conductor. Iteration raises HttpRefusal for an error."""
 
-    def __init__(self, call: grpc.aio.StreamStreamCall, names: Mapping[str, str]) -> None:
+    def __init__(
+        self, call: grpc.aio.StreamStreamCall, names: Mapping[str, str], answers: int = 1
+    ) -> None:
+        """`names`: tensor -> field, where the field differs from NAME_OF_TENSOR."""
         self._call, self._names = call, names
+        self._unfinished = answers
         self.is_left = False
 
     def leave(self) -> None:
@@ -130,8 +146,9 @@ class FrontendCall:
     async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
         """Yield pieces until the conductor closes the call.
 
-        The last piece has a finish reason. Failures after it are ignored, and the call is cancelled
-        after END_S_MAX. `leave` before the last piece makes iteration raise CancelledError.
+        The last piece of each answer has a finish reason. Failures after the last of all are
+        ignored, and the call is cancelled after END_S_MAX. `leave` before the last piece makes
+        iteration raise CancelledError.
         """
         is_finished, end = False, None
         try:
@@ -142,7 +159,8 @@ class FrontendCall:
                     raise refusal_of(response.error_message, self._names)
                 if response.infer_response.outputs:
                     found = piece(response.infer_response)
-                    if found.finish_reason:
+                    self._unfinished -= bool(found.finish_reason)
+                    if not self._unfinished:
                         is_finished = True
                         end = asyncio.get_running_loop().call_later(END_S_MAX, self.leave)
                     yield found
@@ -160,6 +178,37 @@ class FrontendCall:
             raise unavailable("the frontend closed the answer before its end; retry")
 
 
+class SeveralCalls:
+    """The calls for several prompts of one request. Iteration is as that of a FrontendCall, and
+    the answers are numbered in the order of the prompts."""
+
+    def __init__(self, calls: Sequence[FrontendCall], answers: int) -> None:
+        self._calls, self._answers = calls, answers
+        self.is_left = False
+
+    def leave(self) -> None:
+        self.is_left = True
+        for call in self._calls:
+            call.leave()
+
+    async def __aiter__(self) -> AsyncIterator[AnswerPiece]:
+        pieces: asyncio.Queue[AnswerPiece | None] = asyncio.Queue()
+
+        async def read(prompt: int, call: FrontendCall) -> None:
+            async for found in call:
+                index = prompt * self._answers + found.index
+                pieces.put_nowait(found._replace(index=index))
+
+        reading = asyncio.gather(*(read(*each) for each in enumerate(self._calls)))
+        reading.add_done_callback(lambda _: pieces.put_nowait(None))
+        try:
+            while (found := await pieces.get()) is not None:
+                yield found
+            await reading
+        finally:
+            reading.cancel()
+
+
 def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     raw = dict(
         zip([each.name for each in response.outputs], response.raw_output_contents, strict=True)
@@ -167,10 +216,11 @@ def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     logprobs = _logprobs(raw) if "output_log_probs" in raw else None
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
     decision = raw["decision"][4:] if "decision" in raw else b""
+    index = int.from_bytes(raw[ANSWER], "little") if ANSWER in raw else 0
     if COUNTS[0] not in raw:
-        return AnswerPiece(text, reason, logprobs=logprobs, decision=decision)
+        return AnswerPiece(text, reason, logprobs=logprobs, decision=decision, index=index)
     output, prompt, cached = (int.from_bytes(raw[name], "little", signed=True) for name in COUNTS)
-    return AnswerPiece(text, reason, output, prompt, cached, logprobs, decision)
+    return AnswerPiece(text, reason, output, prompt, cached, logprobs, decision, index)
 
 
 def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,16 +18,15 @@ from starlette.types import Receive, Scope, Send
 from backends.gateway.events import (
     AnswerFacts,
     AnswerPiece,
+    ChoiceWriter,
     EventStream,
     error_event,
     refusal_response,
     whole,
 )
-from backends.gateway.frontend_calls import FrontendCall
+from backends.gateway.frontend_calls import FrontendCall, SeveralCalls
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.gateway.infer_request import GatewayRequest
-from backends.gateway.logprobs import LogprobsWriter
-from backends.gateway.tool_use import CallReader
 from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
@@ -48,16 +48,15 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        call: FrontendCall,
+        call: FrontendCall | SeveralCalls,
         facts: AnswerFacts,
         request: GatewayRequest,
         counts: GatewayCounts,
-        logprobs: LogprobsWriter | None = None,
-        calls: CallReader | None = None,
+        choices: Sequence[ChoiceWriter],
     ) -> None:
         super().__init__(status_code=200)
         self._call, self._facts, self._counts = call, facts, counts
-        self._request, self._logprobs, self._calls = request, logprobs, calls
+        self._request, self._choices = request, choices
         self._is_late = False
         self._is_begun = False
 
@@ -103,7 +102,7 @@ class GenerationResponse(Response):
         self._call.leave()
 
     async def _stream(self, send: Send) -> None:
-        events = EventStream(self._facts, self._request.includes_usage, self._logprobs, self._calls)
+        events = EventStream(self._facts, self._request.includes_usage, self._choices)
         async for piece in self._call:
             body = events.event(piece)
             if not body:  # text that may begin a call is held back
@@ -111,22 +110,23 @@ class GenerationResponse(Response):
             if not self._is_begun:
                 self._is_begun = True
                 await send(EVENT_STREAM)
-                body = events.opening() + body
             self._counts.messages += 1
-            if piece.finish_reason:  # because uvicorn reports a response's end as a disconnect
+            if events.is_over:  # because uvicorn reports a response's end as a disconnect
                 self._watching.cancel()
             await send(
-                {"type": "http.response.body", "body": body, "more_body": not piece.finish_reason}
+                {"type": "http.response.body", "body": body, "more_body": not events.is_over}
             )
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces: list[AnswerPiece] = []
+        unfinished = len(self._choices)
         async for piece in self._call:
             pieces.append(piece)
-            if piece.finish_reason:  # send the answer before the conductor closes the call
+            unfinished -= bool(piece.finish_reason)
+            if not unfinished:  # send the answer before the conductor closes the call
                 self._watching.cancel()
                 self._counts.messages += 1
-                body = whole(self._facts, pieces, self._logprobs, self._calls)
+                body = whole(self._facts, pieces, self._choices, self._request.kept)
                 self._is_begun = True
                 await Response(body, media_type="application/json")(scope, receive, send)
 

@@ -7,7 +7,7 @@ For missing fields this module sets OpenAI's defaults: temperature 1 and a rando
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +34,13 @@ NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "return_log_probs": "logprobs",
     "top_logprobs": "top_logprobs",
     "guided_json": "response_format",
+    "num_return_sequences": "n",
     "tools": "tools",
     "chat_template_kwargs": "chat_template_kwargs",
 }
 READERS: Mapping[str, Reader] = {  # kind of a field -> its reader
     "messages": prompts.read_messages,
-    "prompt": prompts.read_prompt,
+    "prompt": prompts.read_prompts,
     "tools": prompts.read_tools,
     "tool_choice": read_choice,
 }
@@ -48,6 +49,7 @@ TYPE_OF_KIND = {"integer": "INT32", "number": "FP32", "temperature": "FP32"}
 # A request names only the outputs that it needs, because each output costs time.
 OUTPUTS = ("text_output", "finish_reason")
 LOGPROBS = ("output_ids", "output_log_probs", "top_token_ids", "top_log_probs")
+ANSWER = "sequence_index"  # which of several answers a response belongs to
 COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
 
 
@@ -61,11 +63,24 @@ class GatewayRequest:
     includes_usage: bool  # True: a stream has token counts; a whole answer always has them
     counts_each_event: bool  # True: each event of a stream has token counts, not only the last
     timeout_s: float  # deadline in seconds after the arrival; 0: none
-    inputs: Mapping[str, Any]  # tensor -> value, for the conductor
+    inputs: Mapping[str, Any]  # tensor -> value, for the conductor; the same for each prompt
+    prompts: Sequence[Mapping[str, Any]]  # tensor -> value of each prompt
     parameters: Mapping[str, str | int | bool] = field(default_factory=dict)
     # Tensor -> name of the client's field, where it differs from NAME_OF_TENSOR; for errors.
     names: Mapping[str, str] = field(default_factory=dict)
     tools: ToolUse | None = None  # None: the answer has no calls
+    kept: int = 1  # answers to each prompt that the client gets
+    shows_logprobs: bool = False  # False: logprobs, if any, only compare answers
+
+    @property
+    def answers(self) -> int:
+        """Answers to each prompt; those above `kept` are only compared (field best_of)."""
+        return int(self.inputs.get("num_return_sequences", 1))
+
+    @property
+    def choices(self) -> int:
+        """Answers of the request, to all of its prompts."""
+        return len(self.prompts) * self.answers
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -73,6 +88,8 @@ class GatewayRequest:
         found = OUTPUTS + COUNTS if wants_counts else OUTPUTS
         if self.inputs.get("return_decision"):
             found += ("decision",)
+        if self.answers > 1:
+            found += (ANSWER,)
         return found + LOGPROBS if self.wants_logprobs else found
 
     @property
@@ -84,8 +101,7 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     """Read a request. Raises HttpRefusal."""
     given = read(route, content, READERS)
     tools = tool_use(given) if route == CHAT else None
-    inputs = _prompt(route, given)
-    inputs |= {
+    inputs = {
         each.tensor: given[each.name] for each in FIELDS if each.tensor and each.name in given
     }
     # For errors: a completion sets the tensor top_logprobs by its field `logprobs`, and the prompt
@@ -104,10 +120,22 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         if not inputs.get(name, True):
             del inputs[name]
     inputs.setdefault("temperature", TEMPERATURE)
-    inputs["seed"] = given.get("seed", default_seed)
+    asked = _prompts(route, given)
+    kept = given.get("n", 1)
+    answers = _answers(given, kept, len(asked))
+    if "seed" in given:
+        inputs["seed"] = given["seed"]
+    else:  # equal prompts get different answers
+        for index, prompt in enumerate(asked):
+            prompt["seed"] = (default_seed + index * answers) % 2**64
     if given.get("ignore_eos"):
         inputs["end_id"] = NEVER_ENDS
-    inputs |= _logprobs(route, given)
+    inputs |= (logprobs := _logprobs(route, given))
+    if answers > 1:
+        inputs["num_return_sequences"] = answers
+    if answers > kept:
+        inputs.setdefault("return_log_probs", True)
+        inputs.setdefault("top_logprobs", 0)
     if schema := given.get("response_format", ""):
         inputs["guided_json"] = schema
     if tools is not None and (calls_schema := tools.schema()):
@@ -137,26 +165,45 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         timeout_s=timeout_s,
         counts_each_event=includes_usage and options.get("continuous_usage_stats", False),
         inputs=inputs,
+        prompts=asked,
         parameters=parameters,
         names=names,
         tools=tools,
+        kept=kept,
+        shows_logprobs=bool(logprobs),
     )
 
 
-def _prompt(route: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs that make the prompt."""
+def _answers(given: Mapping[str, Any], kept: int, prompts_asked: int) -> int:
+    """Answers to each prompt. Raises HttpRefusal."""
+    answers = int(given.get("best_of", kept))
+    if answers < kept:
+        raise bad_field("best_of", f"best_of is {answers}, less than n, which is {kept}")
+    if answers > kept and given.get("stream"):
+        raise bad_field("best_of", "best_of above n compares whole answers; send no stream: true")
+    if answers * prompts_asked > prompts.CHOICES_MAX:
+        what = (
+            f"{prompts_asked} prompts with {answers} answers each are more than "
+            f"{prompts.CHOICES_MAX} answers; send fewer"
+        )
+        raise bad_field("prompt", what)
+    return answers
+
+
+def _prompts(route: str, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The inputs that make each prompt."""
     name = "messages" if route == CHAT else "prompt"
     if name not in given:
         raise bad_field(name, f"{name} is missing; send at least one message or token")
     value = given[name]
     if route == COMPLETION:
-        return {"text_input" if isinstance(value, str) else "input_ids": value}
+        return [{"text_input" if isinstance(each, str) else "input_ids": each} for each in value]
     found = {"messages": msgspec.json.encode(value)}
     if given.get("tools"):
         found["tools"] = msgspec.json.encode(given["tools"])
     if options := prompts.read_template_options(given):
         found["chat_template_kwargs"] = msgspec.json.encode(options)
-    return found
+    return [found]
 
 
 def _logprobs(route: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,13 +234,17 @@ TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in
     "stream": "BOOL",
     "return_log_probs": "BOOL",
     "top_logprobs": "INT32",
+    "num_return_sequences": "INT32",
     "return_decision": "BOOL",
 }
 
 
-def infer_request(request: GatewayRequest, request_id: str) -> service_pb2.ModelInferRequest:
+def infer_request(
+    request: GatewayRequest, request_id: str, prompt: int = 0
+) -> service_pb2.ModelInferRequest:
+    """The message for prompt `prompt` of the request."""
     message = service_pb2.ModelInferRequest(model_name=MODEL, id=request_id)
-    for name, value in request.inputs.items():
+    for name, value in {**request.prompts[prompt], **request.inputs}.items():
         datatype, count, raw = TYPES[name], 1, b""
         if datatype == "BYTES":
             texts = value if isinstance(value, list) else [value]

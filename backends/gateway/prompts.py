@@ -32,25 +32,30 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"dev
 # that clients send back. LiteLLM for example sends `provider_specific_fields`.
 IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
 TOKEN_ID_MAX = 2**31 - 1
+CHOICES_MAX = 128  # answers of one request, to all of its prompts
 PROMPT_IDS_MAX = 2**20  # limit of token ids in a prompt; the model's own limit may be lower
 
 
-def read_prompt(value: object) -> str | list[int]:
-    """A text or a list of token ids. Raises HttpRefusal for other values and several prompts."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
+def read_prompts(value: object) -> list[str | list[int]]:
+    """The prompts of a completion: each a text or a list of token ids. Raises HttpRefusal."""
+    if not isinstance(value, list) or not value or not isinstance(value[0], str | list):
+        return [_read_prompt("prompt", value)]
+    if len(value) > CHOICES_MAX:
+        what = f"prompt is a list of {len(value):,} prompts; send at most {CHOICES_MAX}"
+        raise bad_field("prompt", what)
+    return [_read_prompt(f"prompt[{index}]", each) for index, each in enumerate(value)]
+
+
+def _read_prompt(name: str, value: object) -> str | list[int]:
     if isinstance(value, str):
         if not value:
-            raise bad_field("prompt", "prompt is empty; send at least one character")
+            raise bad_field(name, f"{name} is empty; send at least one character")
         return value
     if not isinstance(value, list):
-        raise bad_field("prompt", f"prompt is {shown(value)}; send a string or a list of token ids")
+        raise bad_field(name, f"{name} is {shown(value)}; send a string or a list of token ids")
     if not value:
-        raise bad_field("prompt", "prompt is empty; send at least one token")
-    if isinstance(value[0], str | list):
-        what = "prompt is a list of prompts; a request may have 1"
-        raise bad_field("prompt", what, code="unsupported")
-    return _token_ids("prompt", value)
+        raise bad_field(name, f"{name} is empty; send at least one token")
+    return _token_ids(name, value)
 
 
 def _token_ids(name: str, value: list[Any]) -> list[int]:

@@ -90,6 +90,11 @@ class SchemaGuide:
             raise InvalidRequest("guided_json: the model has no token that continues the answer")
         return allowed
 
+    def copy(self) -> SchemaGuide:
+        found = SchemaGuide(self._matcher.deep_copy(), self._vocabulary, self._end_ids)
+        found._is_over = self._is_over
+        return found
+
     def advance(self, token_id: int) -> None:
         """Feed the answer's next token into the matcher. Raises InvalidRequest if the token is not
         allowed, or follows an end id."""

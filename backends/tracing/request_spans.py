@@ -172,7 +172,10 @@ class SpanTree:
             loaded_from_s = call.began_s + reply.queue_s
             joined_s = min(loaded_from_s + reply.load_s, until_s)
             handed_over_s = times.prefill.ended_s if times.prefill is not None else None
+            handed_over_s = times.prefill.ended_s if times.prefill is not None else None
             began_s = call.began_s if handed_over_s is None else handed_over_s
+            began_s = call.began_s if handed_over_s is None else handed_over_s
+            span = self._child(attempt, "handover", min(began_s, call.began_s), joined_s)
             span = self._child(attempt, "handover", min(began_s, call.began_s), joined_s)
             yield replace(span, attributes={**worker, **_handover_attributes(reply)})
             for name, from_s, to_s in (

@@ -62,13 +62,13 @@ class RequestTrace:
         attempt.decision = dict(flat("mooncake.decision", fields))
         attempt.decided_s, attempt.rejection = now_s, why
 
-    def called(self, number: int, worker: str, now_s: float) -> None:
-        """Record a call to a worker. An attempt's first call is prefill, its second is decode."""
+    def called(self, number: int, worker: str, now_s: float, is_decode: bool = False) -> None:
+        """Record a call to a worker."""
         attempt = self._attempts[number]
-        if attempt.prefill is None:
-            attempt.prefill = Call(worker, now_s)
-        else:
+        if is_decode:
             attempt.decode = Call(worker, now_s)
+        else:
+            attempt.prefill = Call(worker, now_s)
 
     def prefilled(self, number: int, reply: PrefillReply, now_s: float) -> None:
         attempt = self._attempts[number]

@@ -20,6 +20,7 @@ from backends.workers.kv_writer import BlockPut
 from backends.workers.prefix_loading import LayeredPrefix
 from backends.workers.protocol import (
     BlockRef,
+    CopyToken,
     DecodeReply,
     DecodeRequest,
     FirstToken,
@@ -93,6 +94,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     computed_at_s: float = 0.0  # end of the last chunk (monotonic)
     computed_tokens: int = 0  # tokens computed so far, without the cached ones
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the sampled token, if wanted
+    copies: list[CopyToken] = field(default_factory=list)  # first tokens of request.copies
     layers: LayeredJob | None = None  # state of layer-wise prefill; None: chunked prefill
     native: bytes = b""  # hand-over data of an engine that moves KV by itself
     hands_over_blocks: bool = True  # False: the decode engine computes the prompt again
@@ -146,6 +148,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
             load_at_s=self._after_arrival_s(self.loading_from_s),
             compute_at_s=self._after_arrival_s(self.computing_from_s),
             logprobs=self.logprobs,
+            copies=self.copies,
         )
 
     def _after_arrival_s(self, at_s: float | None) -> float:  # -1: unknown
@@ -160,7 +163,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
             ("local", self.cached_tokens - fetched),
         ):
             observations.observe("mooncake_prompt_tokens_total", tokens, path=path)
-        observations.observe("mooncake_output_tokens_total")
+        observations.observe("mooncake_output_tokens_total", 1 + len(self.copies))
         observations.observe("mooncake_prefill_queue_seconds", reply.queue_s)
         if self.cached_tokens:
             observations.observe("mooncake_prefix_load_seconds", reply.load_s)

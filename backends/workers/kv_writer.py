@@ -62,6 +62,11 @@ class BlockPut:
     in_place: set[int] = field(default_factory=set)  # blocks that the engine itself writes to slots
     is_ended: bool = False  # True: the request has failed or left, so nothing more is written
 
+    @property
+    def stored_keys(self) -> list[bytes]:
+        """Block keys of the blocks in `refs`, in order."""
+        return [self.slot_keys.get(block) or self.keys[block] for block in sorted(self.refs)]
+
     def unstored_blocks(self) -> list[int]:
         """The blocks of a layer-wise request that the local node does not have yet."""
         assert self.rings is not None, f"{self.request_id} has whole pages"

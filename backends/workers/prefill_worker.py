@@ -46,6 +46,7 @@ from backends.workers.protocol import BlockRef, PrefillReply, PrefillRequest
 from backends.workers.worker import JobWorker
 from conductor.estimates.estimates import PrefillEstimate
 from mooncake_store.block_keys import block_keys, chain_seed
+from mooncake_store.errors import StoreError
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
 
@@ -394,8 +395,18 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.fail(job, job.put.error)
             return
         reply = self._reply(job)
+        if job.request.decode_inbox:
+            self._lease_to_copies(job)
         if self._forget(job, keep_leases=bool(job.request.decode_inbox)):
             job.client.prefilled(token_id, reply)
+
+    def _lease_to_copies(self, job: PrefillJob) -> None:
+        """Lease the blocks to each further answer, as they are leased to this one."""
+        for request_id in job.request.copies[: len(job.copies)]:
+            try:
+                self.process.store.lookup(job.put.stored_keys, request_id, self.config.lease_s)
+            except StoreError as error:  # the blocks may be gone before the answer decodes
+                log.warning("the blocks of %s were not leased: %s", request_id, error)
 
     def _reply(self, job: PrefillJob) -> PrefillReply:
         reply = job.reply(self.process.incarnation, self.driver.engine.layout.block_bytes)

@@ -80,6 +80,16 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     fetch_nodes: list[str] = []
     trace_id: str = ""  # for the worker's log
     near_blocks: int = 0  # leading blocks in the local node's memory at the conductor's decision
+    # Request ids of further answers to this prompt. Answer i samples by `sampling.of_answer(i)`;
+    # this request is answer 0. Each id gets leases on the blocks.
+    copies: list[str] = []
+
+
+class CopyToken(msgspec.Struct, frozen=True, array_like=True):
+    """The first token of a further answer to a prompt."""
+
+    token_id: int
+    logprobs: list[TokenLogprobs] = []  # of the token, if requested
 
 
 class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
@@ -100,6 +110,9 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     load_at_s: float = -1.0  # from the arrival to the start of the latest load; -1: unknown
     compute_at_s: float = -1.0  # from the arrival to the start of the first chunk; -1: unknown
     logprobs: list[TokenLogprobs] = []  # of the sampled token, if requested
+    # One for each of PrefillRequest.copies. Empty if the engine samples one token of a prompt; each
+    # copy is then a request of its own.
+    copies: list[CopyToken] = []
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):

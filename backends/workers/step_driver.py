@@ -29,6 +29,7 @@ from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Driver, Samples
 from backends.workers.jobs import DecodeJob, LayeredJob, PrefillJob
 from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.protocol import CopyToken
 from backends.workers.worker import JobWorker
 from mooncake_store.layout import blocks_touched
 
@@ -189,12 +190,21 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         """Sample and send the first token of a computed prompt. None if sampling fails."""
         prompt = job.token_ids[: job.request.prompt_tokens].tolist()
         output = job.given_output_ids()
+        answers = [job.request.sampling.of_answer(i) for i in range(1 + len(job.request.copies))]
+        guides = [job.guide, *(job.guide and job.guide.copy() for _ in job.request.copies)]
         try:
-            drawn = draw(logits, job.request.sampling, len(output), prompt, output, job.guide)
+            drawn, *others = [
+                draw(logits, params, len(output), prompt, output, guide)
+                for params, guide in zip(answers, guides, strict=True)
+            ]
         except Exception as error:  # Catch all: a request must not fail the batch
             self._worker.fail(job, error)
             return None
         job.logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
+        job.copies = [
+            CopyToken(other.token_id, [other.logprobs] if other.logprobs is not None else [])
+            for other in others
+        ]
         job.computed_at_s = time.monotonic()
         self._worker.send_first_token(job, drawn.token_id)
         return drawn.token_id

@@ -135,7 +135,7 @@ def fields_that_change_nothing(server: CalledServer) -> str:
 
 def wrong_fields(server: CalledServer) -> str:
     cases: list[tuple[dict[str, Any], type[Exception]]] = [
-        ({"n": 2}, litellm.BadRequestError),
+        ({"n": 0}, litellm.BadRequestError),
         ({"top_p": 7}, litellm.BadRequestError),
         ({"max_tokens": 10**6}, litellm.ContextWindowExceededError),
         ({"model": "openai/gpt-4"}, litellm.NotFoundError),

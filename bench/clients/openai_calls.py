@@ -263,7 +263,7 @@ def request_id_and_headers(server: CalledServer) -> str:
 def wrong_fields(server: CalledServer) -> str:
     client = synchronous(server)
     cases: list[tuple[dict[str, Any], type[openai.APIStatusError], str]] = [
-        ({"n": 2}, openai.BadRequestError, "n"),
+        ({"n": 0}, openai.BadRequestError, "n"),
         ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias"),
         ({"top_p": 7}, openai.BadRequestError, "top_p"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "messages"),

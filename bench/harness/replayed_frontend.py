@@ -4,7 +4,8 @@ It isolates a gateway: no model computes, so a stream is as fast, or as evenly p
 measurement needs. The request's `max_tokens` sets the number of tokens. Its text selects errors:
 `fail:WORDS` before the first token, `break:WORDS` after the third one, `silent` forever; after the
 last one `late:WORDS`, `abort:` aborts the call, `linger:` keeps it open. With `say:WORDS`, the
-answer is WORDS, in tokens of PIECE_CHARACTERS. Calls whose client left are counted.
+answer is WORDS, in tokens of PIECE_CHARACTERS. Of several answers (`num_return_sequences`), the
+later ones have higher logprobs, and their number in each text. Calls whose client left are counted.
 
     python -m bench.harness.replayed_frontend --address 127.0.0.1:9001
 
@@ -82,8 +83,11 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
         try:
             async for request in requests:
                 self.requests = [*self.requests[-99:], request]
+                answers = _integer(_inputs(request).get("num_return_sequences", b"")) or 1
                 async for response in self._answer(request):
                     yield response
+                    for index in range(1, answers):
+                        yield _of_answer(response, index)
                 verb, _, words = _text(_inputs(request)).partition(":")
                 if verb == "late":
                     yield service_pb2.ModelStreamInferResponse(error_message=words)
@@ -135,6 +139,23 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
         yield response(outputs, TOKEN_TEXT, "length", 1, top)
 
 
+def _of_answer(
+    first: service_pb2.ModelStreamInferResponse, index: int
+) -> service_pb2.ModelStreamInferResponse:
+    """The response of a further answer: its text and logprobs differ from those of the first."""
+    made = service_pb2.ModelStreamInferResponse()
+    made.CopyFrom(first)
+    raw = made.infer_response.raw_output_contents
+    for at, output in enumerate(made.infer_response.outputs):
+        if output.name == "text_output":
+            raw[at] = _string(raw[at][4:].decode() + str(index))
+        elif output.name == "sequence_index":
+            raw[at] = struct.pack("<i", index)
+        elif output.name == "output_log_probs":
+            raw[at] = struct.pack("<f", LOG_PROB / (1 + index)) * (len(raw[at]) // 4)
+    return made
+
+
 def _said(words: str, tokens_max: int) -> list[tuple[str, str, int]]:
     """(text, finish reason, tokens) of each message of an answer with these words."""
     starts = range(0, len(words), PIECE_CHARACTERS)
@@ -153,6 +174,7 @@ def response(
         "num_output_tokens": ("INT32", struct.pack("<i", tokens)),
         "num_input_tokens": ("INT32", struct.pack("<i", 5)),
         "cached_tokens": ("INT32", struct.pack("<i", 2)),
+        "sequence_index": ("INT32", struct.pack("<i", 0)),
         "decision": ("BYTES", _string(DECISION if finish_reason else "")),
         "output_ids": ("INT32", struct.pack("<i", TOKEN_ID) * tokens),
         "output_log_probs": ("FP32", struct.pack("<f", LOG_PROB) * tokens),

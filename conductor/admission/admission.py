@@ -381,9 +381,9 @@ class Gate:
     def rejection(
         self, pair: Pair, request: Request, pressure: Pressure, limits: AppliedLimits
     ) -> str:
-        """The kind of rejection on this pair; "" if the request is admitted. A resumed request is
-        always admitted, because a rejection would lose the work already done for it."""
-        if request.is_resumed:
+        """The kind of rejection on this pair; "" if the request is admitted. A resumed or prefilled
+        request is always admitted, because a rejection would lose the work already done for it."""
+        if request.is_resumed or request.is_prefilled:
             return ""
         kind = rejection(pair, self._config, limits)
         if kind == "ttft_slo" and pressure.backlog_s <= 0.0:

@@ -137,34 +137,44 @@ class TenantQuotas:
         return self._used_up(request, limits, in_flight, now_s)
 
     def arrival_rejection(
-        self, tenant: str, limits: TenantLimits, in_flight: int | None, now_s: float
+        self,
+        tenant: str,
+        limits: TenantLimits,
+        in_flight: int | None,
+        now_s: float,
+        arriving: int = 1,
     ) -> Reject | None:
         """As `rejection`, for a prompt that is not parsed yet. `in_flight`: requests of the tenant
-        over all frontends. None for work that is not a request, such as /tokenize."""
+        over all frontends. None for work that is not a request, such as /tokenize. `arriving`:
+        number of such requests."""
         request = Request("", 0, (), 0, tenant=tenant, limits=limits)
-        return self._used_up(request, limits, in_flight, now_s)
+        return self._used_up(request, limits, in_flight, now_s, arriving)
 
     def _used_up(
-        self, request: Request, limits: TenantLimits, in_flight: int | None, now_s: float
+        self,
+        request: Request,
+        limits: TenantLimits,
+        in_flight: int | None,
+        now_s: float,
+        arriving: int = 1,
     ) -> Reject | None:
         most = limits.requests_in_flight_max
-        if most is not None and in_flight is not None and in_flight >= most:
+        more = f", asks for {arriving}" if arriving > 1 else ""
+        if most is not None and in_flight is not None and in_flight + arriving > most:
             reason = (
-                f"tenant {request.tenant!r} has {in_flight} requests in flight and may have "
+                f"tenant {request.tenant!r} has {in_flight} requests in flight{more} and may have "
                 f"{most} (requests_in_flight_max)"
             )
             return Reject(request.request_id, "tenant_full", reason, None, IN_FLIGHT_RETRY_S)
-        window = self._windows.get(request.tenant)
-        if window is None:
-            return None
+        window = self._windows.get(request.tenant) or UsageWindow()
         requests, tokens = window.used(now_s)
         asked = max(1, asked_tokens(request))  # an unknown length counts as one token
-        too_many = _above(requests + 1, limits.requests_per_minute)
+        too_many = _above(requests + arriving, limits.requests_per_minute)
         too_much = _above(tokens + asked, limits.tokens_per_minute)
         if not too_many and not too_much:
             return None
         if too_many:
-            kind, had = "request_rate", f"{requests} requests within a minute"
+            kind, had = "request_rate", f"{requests} requests within a minute{more}"
             most_of = f"{limits.requests_per_minute} (requests_per_minute)"
         else:
             kind, had = "token_rate", f"{tokens} tokens within a minute, asks for {asked}"

@@ -76,6 +76,7 @@ class RandomLife:
             self.rng.choice((0, 5, 500)),
             self.rng.choice((-1, 0, 1)),
             excluded,
+            is_prefilled=self.rng.random() < 0.1,
         )
         before = self.conductor.stats()
         candidates = self.conductor.explain(request, self.now_s).candidates
@@ -341,3 +342,29 @@ def test_prompts_that_shared_their_steps_do_not_make_a_worker_look_slow() -> Non
 def test_a_bad_config_is_a_mistake_of_the_shell() -> None:
     with pytest.raises(AssertionError, match="tbt_slo_s is -1"):
         Conductor(ConductorConfig(tbt_slo_s=-1))
+
+
+def test_a_further_answer_to_a_prompt_waits_in_no_queue_and_counts_in_its_decode_batch() -> None:
+    made = conductor(fleet(prefills=1, decodes=1, nodes=1), ttft_slo_s=1.0)
+    first = made.on_request(Request("first", 900, keys("a*14"), 10), 0.0)
+    assert isinstance(first, Route)
+    made.on_prefill_finished("first", 0.9, 0, 0.9)
+    busy = made.on_request(Request("busy", 900, keys("b*14"), 10), 0.9)
+    late = made.on_request(Request("late", 900, keys("c*14"), 10), 0.9)
+    assert isinstance(busy, Route) and isinstance(late, Reject) and late.kind == "ttft_slo"
+    before = made.stats()
+    copy = Request("copy", 900, keys("a*14"), 10, is_prefilled=True)
+    route = made.on_request(copy, 0.9)
+    assert isinstance(route, Route) and route.cached_tokens == 899 and not route.fetch_blocks
+    made.on_prefill_finished("copy", 0.9, 0, 0.9)
+    made.check()
+    after = made.stats()
+    assert (after.prompt_tokens, after.cached_tokens) == (
+        before.prompt_tokens,
+        before.cached_tokens,
+    )
+    assert (after.ttft_error, after.prefill_error) == (before.ttft_error, before.prefill_error)
+    [decode] = [each for each in made.status(0.9) if each.role == "decode"]
+    assert decode.requests == 2
+    made.on_finished("copy", 1.0, 10)
+    made.check()

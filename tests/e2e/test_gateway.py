@@ -124,6 +124,60 @@ def test_logprobs_add_up_to_the_text(gateway: Gateway) -> None:
         assert (each.token, each.logprob) == (best[0].token, best[0].logprob), "greedy"
 
 
+def test_four_answers_share_one_prefill_and_have_the_texts_of_four_requests(
+    gateway: Gateway, seed: int
+) -> None:
+    client = gateway.client(max_retries=0)
+    words = " ".join(str(number) for number in random.Random(seed).sample(range(10**6), 60))
+    asked: dict[str, Any] = {"model": "demo", "prompt": words, "max_tokens": 24, "temperature": 1.0}
+
+    def read() -> float:  # prompt tokens, from wherever their KV came
+        return gateway.server.metric("mooncake_prompt_tokens_total")
+
+    wait_until(gateway.server.is_idle, "an idle start")
+    before = read()
+    several = client.completions.create(**asked, n=4, seed=seed)
+    usage = several.usage
+    assert usage is not None
+    wait_until(lambda: read() - before == usage.prompt_tokens, "one prefill in the metrics")
+    texts = [choice.text for choice in several.choices]
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3] and len(set(texts)) > 1
+    alone = [client.completions.create(**asked, seed=seed + index) for index in range(4)]
+    assert texts == [each.choices[0].text for each in alone]
+    assert usage.completion_tokens == sum(
+        each.usage.completion_tokens for each in alone if each.usage is not None
+    )
+    streamed = ["", "", "", ""]
+    for event in client.completions.create(**asked, n=4, seed=seed, stream=True):
+        for choice in event.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == texts
+    prompts = client.completions.create(**{**asked, "prompt": [words, "It was"]}, n=2, seed=seed)
+    assert [choice.text for choice in prompts.choices[:2]] == texts[:2]
+    wait_until(gateway.server.is_idle, "pages, slots and leases to be free", FREED_S_MAX)
+
+
+def test_a_client_that_leaves_four_answers_frees_all_of_them(gateway: Gateway) -> None:
+    server = gateway.server
+    wait_until(server.is_idle, "an idle start", FREED_S_MAX)
+    stream = gateway.client(max_retries=0).completions.create(
+        model="demo",
+        prompt="It was",
+        max_tokens=1_500,
+        n=4,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    seen: set[int] = set()
+    while len(seen) < 4:
+        seen |= {choice.index for choice in next(stream).choices}
+    before = server.metric("mooncake_requests_total", outcome="cancelled")
+    stream.response.close()
+    wait_until(server.is_idle, "pages, slots and leases to be free", FREED_S_MAX)
+    cancelled = lambda: server.metric("mooncake_requests_total", outcome="cancelled")  # noqa: E731
+    wait_until(lambda: cancelled() == before + 4, "each answer to be cancelled")
+
+
 # --- the status page and playground, in a browser
 
 WORKERS = {f"{role}_{number}" for role in ("prefill", "decode") for number in (0, 1)}

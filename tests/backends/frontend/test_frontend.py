@@ -198,7 +198,10 @@ class LimitedSite(Site):
         cluster: Any = self.frontend.cluster
         cluster.arrived, cluster.charged = self._arrived, self.charged.append
 
-    def _arrived(self, tenant: str, limits: Any, in_flight: int | None) -> Reject | None:
+    def _arrived(
+        self, tenant: str, limits: Any, in_flight: int | None, answers: int
+    ) -> Reject | None:
+        assert answers == 1
         assert tenant == "default" and limits.requests_per_minute == 1
         self.asked.append(in_flight)
         return Reject("", self.used_up, "used up", None, 7.0) if self.used_up else None
@@ -225,3 +228,19 @@ def test_a_charge_counts_one_request_or_is_refused() -> None:
     assert refused.ended.wait(30.0) and kinds([refused]) == ["request_rate"]
     assert site.charged == ["default"]
     site.close()
+
+
+def test_each_of_several_answers_takes_a_place() -> None:
+    site = Site(requests_max=4)
+    several = {"num_return_sequences": np.array([3], np.int32)}
+    first, second = Client(), Client()
+    site.frontend.submit(several, {}, first)
+    site.frontend.submit(several, {}, second)
+    assert kinds([first, second, site.ask(""), site.ask("")]) == [
+        "inside",
+        "front_full",
+        "inside",
+        "front_full",
+    ]
+    site.close()
+    assert first.ended.is_set() and isinstance(first.error, WorkerUnavailable)

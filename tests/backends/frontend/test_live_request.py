@@ -43,6 +43,7 @@ from backends.workers.protocol import (
     REPLY_IDS,
     REQUEST_BODY,
     REQUEST_IDS,
+    CopyToken,
     DecodeReply,
     DecodeRequest,
     FirstToken,
@@ -125,6 +126,7 @@ class Calls:
     outcomes: dict[str, list[ServingError | None]]
     on_call: Callable[[str], None] = lambda model: None
     bodies: list[Any] = field(default_factory=list)
+    samples_copies: bool = True
     cancelled: list[str] = field(default_factory=list)
 
     def cancel(self, request_id: str) -> None:
@@ -146,8 +148,12 @@ class Calls:
             body: msgspec.Struct = WorkerFailure(error.wire_message())
             yield {REPLY_IDS: np.zeros(0, np.int32), REPLY_BODY: string_tensor(encode(body))}
         elif kind is PrefillRequest:
+            token_id = ANSWER[len(inputs[REQUEST_IDS]) - len(PROMPT)]
+            copies = [CopyToken(token_id) for _ in self.bodies[-1].copies]
             body = PrefillReply("p", 0, 0, 0, [], 0.0, 0.0, 0.0, 0.0)
-            ids = np.array([ANSWER[len(inputs[REQUEST_IDS]) - len(PROMPT)]], np.int32)
+            if self.samples_copies:
+                body = msgspec.structs.replace(body, copies=copies)
+            ids = np.array([token_id], np.int32)
             yield {REPLY_IDS: ids, REPLY_BODY: string_tensor(encode(body))}
         else:
             rest = ANSWER[len(inputs[REQUEST_IDS]) - len(PROMPT) :]
@@ -187,6 +193,7 @@ class Case:
         on_call: Callable[[str], None] = lambda model: None,
         principal: Principal | None = None,
         parameters: dict[str, Any] | None = None,
+        copies: int = 0,
         **inputs: Any,
     ) -> None:
         config = ConductorConfig(request_s_max=request_s_max)
@@ -212,8 +219,17 @@ class Case:
         )
         times, now_s = RequestTimes(self.observations, 0.0), time.monotonic()
         principal, trace = principal or Principal(), begin_trace(None, {}, now_s)
-        self.request = LiveRequest(services, "r", self.client, times, now_s, principal, trace)
-        self.request._is_done = cast(Any, SimpleNamespace(wait=self._wait, set=lambda: None))
+        self.copy_clients = [Client() for _ in range(copies)]
+        common = (RequestTimes(self.observations, 0.0), now_s, principal, trace)
+        self.copies = [
+            LiveRequest(services, f"copy{number}", client, *common)
+            for number, client in enumerate(self.copy_clients)
+        ]
+        self.request = LiveRequest(
+            services, "r", self.client, times, now_s, principal, trace, self.copies
+        )
+        for request in (self.request, *self.copies):
+            request._is_done = cast(Any, SimpleNamespace(wait=self._wait, set=lambda: None))
         asked = {"input_ids": PROMPT, "max_tokens": TOKENS, "end_id": -1, "stream": True, **inputs}
         arrays = {name: array(name, value) for name, value in asked.items()}
         self.request.start(arrays, parameters or {})
@@ -227,7 +243,7 @@ class Case:
             work, arguments = self.works.popleft()
             work(*arguments)
         assert self.request.state.phase is Phase.DONE
-        assert len(self.client.ends) == len(self.ended) == 1
+        assert len(self.client.ends) == 1 and self.ended.count(self.request) == 1
         assert not self.streams.listening and not self.request._assignments.keys() - {self.last}
         return self.client.ids
 

@@ -208,7 +208,7 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         },
     ]
     asked = chat(messages=conversation)
-    assert json.loads(asked.inputs["messages"]) == [
+    assert json.loads(asked.prompts[0]["messages"]) == [
         {"role": "system", "content": conversation[0]["content"]},
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": "yes"},
@@ -219,10 +219,10 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
 @pytest.mark.parametrize(
     ("route", "said", "param"),
     [
-        (CHAT, {"n": 2}, "n"),
+        (CHAT, {"n": 33}, "n"),
         (CHAT, {"n": True}, "n"),
         (CHAT, {"best_of": 2}, "best_of"),
-        (COMPLETION, {"best_of": 3}, "best_of"),
+        (COMPLETION, {"best_of": 33}, "best_of"),
         (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
         (CHAT, {"images": ["x"]}, "images"),
         (CHAT, {"max_token": 5}, "max_token"),
@@ -289,12 +289,12 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (COMPLETION, {"prompt": ""}, "prompt"),
         (COMPLETION, {"prompt": []}, "prompt"),
         (COMPLETION, {"prompt": None}, "prompt"),
-        (COMPLETION, {"prompt": ["a", "b"]}, "prompt"),
+        (COMPLETION, {"prompt": [["a"], "b"]}, "prompt[0]"),
         (COMPLETION, {"prompt": [1.5]}, "prompt"),
         (COMPLETION, {"seed": 42.5}, "seed"),
         (COMPLETION, {"seed": 1e300}, "seed"),
         (COMPLETION, {"best_of": True}, "best_of"),
-        (COMPLETION, {"prompt": [[1], [2]]}, "prompt"),
+        (COMPLETION, {"prompt": [[[1]], [2]]}, "prompt[0]"),
         (COMPLETION, {"prompt": [1, -1]}, "prompt"),
         (COMPLETION, {"prompt": [1, True]}, "prompt"),
         (COMPLETION, {"echo": True}, "echo"),
@@ -422,9 +422,9 @@ def test_whole_numbers_may_be_written_as_floats(tokenizer: Tokenizer) -> None:
     assert read.priority == 2
 
 
-def test_a_list_of_prompts_is_refused_with_how_many_are_allowed() -> None:
-    refusal = refused(COMPLETION, prompt=["a", "b", "c"])
-    assert refusal.message == "prompt is a list of prompts; a request may have 1"
+def test_too_long_a_list_of_prompts_is_refused_with_how_many_are_allowed() -> None:
+    refusal = refused(COMPLETION, prompt=["a"] * 129)
+    assert refusal.message == "prompt is a list of 129 prompts; send at most 128"
 
 
 LONG = "word " * 50_000

@@ -34,9 +34,9 @@ def test_a_slash_at_the_end_of_a_path_has_no_effect() -> None:
 
 def test_all_bad_fields_are_refused_at_once_and_counted_by_name() -> None:
     async def check(rig: Rig) -> None:
-        answer = await rig.post(CHAT, n=2, audio={}, max_tokens="x", unheard=1, messages=[])
+        answer = await rig.post(CHAT, n=0, audio={}, max_tokens="x", unheard=1, messages=[])
         assert answer.status == 400 and answer.error["param"] == "messages"
-        for name in ("messages", "n is 2", "audio", "max_tokens", "unheard"):
+        for name in ("messages", "n is 0", "audio", "max_tokens", "unheard"):
             assert name in answer.error["message"]
         counted = rig.gateway.counts.refused_fields
         assert counted == {"messages": 1, "n": 1, "audio": 1, "max_tokens": 1, "other": 1}

@@ -33,15 +33,15 @@ def read(**fields: Any) -> GatewayRequest:
 
 
 def messages_of(request: GatewayRequest) -> list[Any]:
-    return list(json.loads(request.inputs["messages"]))
+    return list(json.loads(request.prompts[0]["messages"]))
 
 
 def test_the_conductor_gets_the_functions_with_every_choice() -> None:
     for choice in ("none", "auto", "required", NAMED, None):
-        inputs = read(tool_choice=choice).inputs
-        assert json.loads(inputs["tools"]) == [ADD], choice
-        assert ("guided_json" in inputs) == (choice in ("required", NAMED))
-    assert "tools" not in read(tools=[]).inputs
+        request = read(tool_choice=choice)
+        assert json.loads(request.prompts[0]["tools"]) == [ADD], choice
+        assert ("guided_json" in request.inputs) == (choice in ("required", NAMED))
+    assert "tools" not in read(tools=[]).prompts[0]
 
 
 def test_a_named_call_is_guided_by_its_closed_parameters() -> None:

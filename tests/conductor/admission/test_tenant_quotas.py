@@ -366,3 +366,19 @@ def test_a_request_that_is_charged_without_a_route_counts_here_and_elsewhere() -
     for one in (first, second):
         assert arrival(one, 2.0, requests_per_minute=1) == "request_rate"
         assert arrival(one, 63.0, requests_per_minute=1) == ""
+
+
+def test_each_of_several_answers_counts_as_a_request() -> None:
+    quotas = TenantQuotas(600.0)
+    limits = TenantLimits(requests_per_minute=5, requests_in_flight_max=4)
+    assert quotas.arrival_rejection("a", limits, 0, 0.0, arriving=4) is None
+    full = quotas.arrival_rejection("a", limits, 1, 0.0, arriving=4)
+    assert full is not None and full.kind == "tenant_full" and "asks for 4" in full.reason
+    for _ in range(3):
+        quotas.admitted(ask(requests_per_minute=5), 0.0)
+    assert quotas.arrival_rejection("a", limits, 0, 1.0, arriving=2) is None
+    many = quotas.arrival_rejection("a", limits, 0, 1.0, arriving=3)
+    assert many is not None and many.kind == "request_rate"
+    assert "has had 3 requests within a minute, asks for 3" in many.reason
+    new = quotas.arrival_rejection("b", TenantLimits(requests_per_minute=2), 0, 1.0, arriving=3)
+    assert new is not None and new.kind == "request_rate", "also before its first request"
