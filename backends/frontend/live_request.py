@@ -57,13 +57,12 @@ from backends.frontend.request_times import (
     end_of_span,
     request_attributes,
 )
-from backends.frontend.token_streams import TokenStreams, delta_of
+from backends.frontend.token_streams import TokenStreams, delta_of, first_text
 from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.tenants.principal import Principal
-from backends.text.text_stream import TextStream, merge
-from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
+from backends.token_logprobs import NO_LOGPROBS
 from backends.tracing.request_trace import RequestTrace
 from backends.workers.protocol import (
     DecodeReply,
@@ -310,13 +309,15 @@ class LiveRequest:
         request, served = self._understood()
         token_ids = np.concatenate([request.prompt_ids, np.array(self._sent_ids, np.int32)])
         seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
+        keys = block_keys(token_ids, served.block_tokens, seed)
         request_id = self._id_of(action.attempt)
         try:
             decided = self._services.cluster.decide(
                 Request(
                     request_id=request_id,
                     prompt_tokens=len(token_ids),
-                    block_keys=block_keys(token_ids, served.block_tokens, seed),
+                    # A prompt whose logprobs are wanted is computed without its cached prefix.
+                    block_keys=[] if request.sampling.scores_prompt else keys,
                     output_tokens_max=request.sampling.max_tokens - len(self._sent_ids),
                     priority=request.priority,
                     tenant=self.tenant,
@@ -386,6 +387,11 @@ class LiveRequest:
         ids, reply = grpc_calls.ask(
             self._services.calls, route.prefill, call, assignment.token_ids, PrefillReply
         )
+        if reply.prompt_logprobs.ranks and self._answer is not None:
+            self._answer.prompt_logprobs = reply.prompt_logprobs
+            # Further attempts do not compute them again.
+            sampling = replace(request.sampling, prompt_logprobs=NO_LOGPROBS)
+            self._request = replace(request, sampling=sampling)
         token_id = int(ids[0])
         assignment.prefilled, assignment.replied_s = (token_id, reply), time.monotonic()
         self.trace.prefilled(action.attempt, reply, assignment.replied_s)
@@ -459,25 +465,9 @@ class LiveRequest:
     ) -> events.FirstText:
         """The first token as text, made once, because message and reply carry the same token."""
         if assignment.first is None:
-            request = self._understood()[0]
-            sampling, before = request.sampling, len(assignment.token_ids) - len(request.prompt_ids)
-            text = TextStream(
-                self._services.tokenizer,
-                assignment.token_ids[-CONTEXT_TOKENS:].tolist(),
-                sampling.stop_words,
-                sampling.end_ids,
-                max(sampling.min_tokens - before, 0),
-                sampling.shows_special,
-            )
-            delta = text.push([token_id], logprobs=source.logprobs)
-            reason = "length" if before + 1 >= sampling.max_tokens else ""
-            if delta.is_stopped:
-                reason = "stop_word"
-            elif token_id in sampling.end_ids:
-                reason = "end_id"
-            if reason:
-                delta = merge([delta, text.finish()])
-            assignment.first = events.FirstText(delta, reason, source.cached_tokens)
+            request, tokenizer = self._understood()[0], self._services.tokenizer
+            ids = assignment.token_ids
+            assignment.first = first_text(request, tokenizer, ids, token_id, source)
         return assignment.first
 
     # --- carrying out actions; an action that blocks is returned as Work

@@ -26,7 +26,7 @@ import numpy as np
 from backends import launch_secret
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
 from backends.errors import InvalidRequest, WorkerGone
-from backends.token_logprobs import TokenLogprobs
+from backends.token_logprobs import PromptLogprobs, TokenLogprobs
 from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX, Inbox, Outbox
 from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
@@ -100,6 +100,7 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     load_at_s: float = -1.0  # from the arrival to the start of the latest load; -1: unknown
     compute_at_s: float = -1.0  # from the arrival to the start of the first chunk; -1: unknown
     logprobs: list[TokenLogprobs] = []  # of the sampled token, if requested
+    prompt_logprobs: PromptLogprobs = PromptLogprobs()
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):
