@@ -39,7 +39,7 @@ from backends.gateway.gateway_counts import GatewayCounts
 from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.gateway.generation import GenerationResponse
 from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
-from backends.gateway.logprobs import LogprobsWriter
+from backends.gateway.logprobs import LogprobsWriter, PromptWriter
 from backends.gateway.page.html import page
 from backends.gateway.page.live_status import LiveStatus, shown_to
 from backends.gateway.prompts import read_detokenize, read_tokenize
@@ -190,12 +190,16 @@ class Gateway:
                 if found.has_hidden_marks and wanted.tools.choice == DEFAULT:
                     inputs = {**wanted.inputs, "skip_special_tokens": False}
                     wanted = replace(wanted, inputs=inputs)
-            logprobs = None
-            if wanted.wants_logprobs:
+            logprobs = prompt = None
+            if wanted.wants_logprobs or wanted.prompt is not None:
                 words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)
-                logprobs = LogprobsWriter(route, words)
+                if wanted.wants_logprobs:
+                    logprobs = LogprobsWriter(route, words)
+                if wanted.prompt is not None:
+                    prompt = PromptWriter(wanted.prompt, wanted.inputs, words, logprobs)
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
             call = self.calls.start(infer_request(wanted, answer_id), wanted.names)
+            call.prompt = prompt
             facts = AnswerFacts(
                 route, answer_id, int(time.time()), served.name, wanted.counts_each_event
             )

@@ -47,6 +47,7 @@ class AnswerPiece(NamedTuple):
     cached_tokens: int = 0
     logprobs: PieceLogprobs | None = None
     decision: bytes = b""  # JSON of the routing decision; b"" in most pieces, and if not requested
+    prompt_logprobs: bytes = b""  # JSON, in the first piece of an answer; b"": not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +243,9 @@ def whole(
         "choices": [choice],
         "usage": usage(last.prompt_tokens, output_tokens, last.cached_tokens),
     }
+    if of_prompt := pieces[0].prompt_logprobs:
+        holder = answer if facts.route == CHAT else choice
+        holder["prompt_logprobs"] = msgspec.Raw(of_prompt)
     if last.decision:
         answer["decision"] = msgspec.Raw(last.decision)
     return encode(answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.errors import CONTEXT_EXCEEDED
 from backends.gateway.events import AnswerPiece
-from backends.gateway.infer_request import COUNTS, MODEL, NAME_OF_TENSOR, describe_request
-from backends.gateway.logprobs import PieceLogprobs
+from backends.gateway.infer_request import COUNTS, LOGPROBS, MODEL, NAME_OF_TENSOR, describe_request
+from backends.gateway.logprobs import PieceLogprobs, PromptWriter
 from backends.gateway.tool_use import BY_TEMPLATE
 from backends.statuses import HttpRefusal, of_message, unavailable
+from backends.tensors import PROMPT_OUTPUTS
 
 CHANNELS = 4
 MESSAGE_BYTES_MAX = 2**31 - 1
@@ -118,6 +119,8 @@ class FrontendCalls:
 class FrontendCall:
     """One request at the conductor. Iteration raises HttpRefusal for an error."""
 
+    prompt: PromptWriter | None = None  # adds the prompt to the first piece; None: no prompt
+
     def __init__(self, call: grpc.aio.StreamStreamCall, names: Mapping[str, str]) -> None:
         self._call, self._names = call, names
         self.is_left = False
@@ -142,6 +145,11 @@ class FrontendCall:
                     raise refusal_of(response.error_message, self._names)
                 if response.infer_response.outputs:
                     found = piece(response.infer_response)
+                    if self.prompt is not None:  # in a thread, because a prompt may be long
+                        writer = self.prompt
+                        found = await asyncio.to_thread(
+                            with_prompt, found, writer, response.infer_response
+                        )
                     if found.finish_reason:
                         is_finished = True
                         end = asyncio.get_running_loop().call_later(END_S_MAX, self.leave)
@@ -160,11 +168,14 @@ class FrontendCall:
             raise unavailable("the frontend closed the answer before its end; retry")
 
 
+def _raw(response: service_pb2.ModelInferResponse) -> dict[str, bytes]:
+    names = [each.name for each in response.outputs]
+    return dict(zip(names, response.raw_output_contents, strict=True))
+
+
 def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
-    raw = dict(
-        zip([each.name for each in response.outputs], response.raw_output_contents, strict=True)
-    )
-    logprobs = _logprobs(raw) if "output_log_probs" in raw else None
+    raw = _raw(response)
+    logprobs = _logprobs(raw, LOGPROBS) if "output_log_probs" in raw else None
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
     decision = raw["decision"][4:] if "decision" in raw else b""
     if COUNTS[0] not in raw:
@@ -173,15 +184,31 @@ def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     return AnswerPiece(text, reason, output, prompt, cached, logprobs, decision)
 
 
-def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:
-    ids = np.frombuffer(raw["output_ids"], np.int32)
+def _logprobs(raw: Mapping[str, bytes], names: Sequence[str]) -> PieceLogprobs:
+    token_ids, log_probs, top_ids, top_log_probs = (raw[name] for name in names)
+    ids = np.frombuffer(token_ids, np.int32)
     shape = (len(ids), -1 if len(ids) else 0)
     return PieceLogprobs(
         ids.tolist(),
-        np.frombuffer(raw["output_log_probs"], np.float32).tolist(),
-        np.frombuffer(raw["top_token_ids"], np.int32).reshape(shape).tolist(),
-        np.frombuffer(raw["top_log_probs"], np.float32).reshape(shape).tolist(),
+        np.frombuffer(log_probs, np.float32).tolist(),
+        np.frombuffer(top_ids, np.int32).reshape(shape).tolist(),
+        np.frombuffer(top_log_probs, np.float32).reshape(shape).tolist(),
     )
+
+
+def with_prompt(
+    found: AnswerPiece, writer: PromptWriter, response: service_pb2.ModelInferResponse
+) -> AnswerPiece:
+    """The piece after the part of the answer that is about its prompt."""
+    if writer.use.is_alone:
+        logprobs = found.logprobs and PieceLogprobs([], [], [], [])
+        reason = "length" if found.finish_reason else ""
+        found = found._replace(text=b"", finish_reason=reason, output_tokens=0, logprobs=logprobs)
+    raw, prompt, ranks = _raw(response), None, b""
+    if raw.get(PROMPT_OUTPUTS[0]):  # in the first response only
+        prompt, ranks = _logprobs(raw, PROMPT_OUTPUTS[:4]), raw[PROMPT_OUTPUTS[4]]
+    text, listed = writer.begin(prompt, np.frombuffer(ranks, np.int32).tolist())
+    return found._replace(text=text + found.text, prompt_logprobs=listed)
 
 
 def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:
