@@ -54,6 +54,7 @@ SUPPORTED_INPUTS = (
     Tensor("sampling_parameters", "STRING"),
     Tensor("return_log_probs", "BOOL"),
     Tensor("top_logprobs", "INT32"),
+    Tensor("prompt_logprobs", "INT32"),
     Tensor("guided_json", "STRING"),
     Tensor("return_decision", "BOOL"),
     Tensor("return_perf_metrics", "BOOL"),
@@ -101,12 +102,19 @@ OUTPUTS = (
     Tensor("output_log_probs", "FP32", (-1,)),
     Tensor("top_token_ids", "INT32", (-1, -1)),
     Tensor("top_log_probs", "FP32", (-1, -1)),
+    Tensor("prompt_ids", "INT32", (-1,)),
+    Tensor("prompt_log_probs", "FP32", (-1,)),
+    Tensor("prompt_top_token_ids", "INT32", (-1, -1)),
+    Tensor("prompt_top_log_probs", "FP32", (-1, -1)),
+    Tensor("prompt_ranks", "INT32", (-1,)),
 )
 
 FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # only the model postprocessing uses these
 # output_log_probs has one value for each token of a response. The other two have as many values
 # for each token as the request's top_logprobs.
 OF_LOGPROBS = {"output_log_probs", "top_token_ids", "top_log_probs"}
+# Only the first response to a request with prompt_logprobs has them; they are empty in all others.
+PROMPT_OUTPUTS = tuple(output.name for output in OUTPUTS if output.name.startswith("prompt_"))
 
 # Sent without the batch dimension, because clients of TensorRT-LLM read `text_output[0]`.
 UNBATCHED_OUTPUTS = {"text_output"}

@@ -3,6 +3,8 @@
 Raw logits are logits before penalties, temperature and the mask of the grammar matcher. So logprobs
 do not depend on the request's sampling parameters, and a masked token may be among the best tokens.
 The log-softmax is computed in float64; clients get float32.
+
+The rows of a prompt are scored by the engine, on its device (engine/torch/scoring.py).
 """
 
 from __future__ import annotations
@@ -23,6 +25,34 @@ class TokenLogprobs(NamedTuple):
     log_prob: float
     top_ids: tuple[int, ...]
     top_log_probs: tuple[float, ...]
+
+
+class PromptLogprobs(NamedTuple):
+    """The arrays of `PromptScores`, as bytes; empty if they were not requested."""
+
+    log_probs: bytes = b""
+    top_ids: bytes = b""
+    top_log_probs: bytes = b""
+    ranks: bytes = b""
+
+
+class PromptScores:
+    """Logprobs of a prompt's tokens, each given the tokens before it. An engine fills the arrays.
+
+    The first token has none: its values are 0.
+    """
+
+    def __init__(self, token_ids: NDArray[np.int32], top: int) -> None:
+        """`top`: number of best tokens of each position, at most the size of the vocabulary."""
+        self.token_ids, self.top = token_ids, top
+        self.log_probs = np.zeros(len(token_ids), np.float32)
+        self.top_ids = np.zeros((len(token_ids), top), np.int32)  # best first
+        self.top_log_probs = np.zeros((len(token_ids), top), np.float32)
+        self.ranks = np.zeros(len(token_ids), np.int32)  # 1: no token has a larger logit
+
+    def packed(self) -> PromptLogprobs:
+        arrays = (self.log_probs, self.top_ids, self.top_log_probs, self.ranks)
+        return PromptLogprobs(*(array.tobytes() for array in arrays))
 
 
 def token_logprobs(logits: NDArray[Any], token_id: int, top: int) -> TokenLogprobs:

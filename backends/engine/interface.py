@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.batching.pages import PagePool
+from backends.token_logprobs import PromptScores
 from mooncake_store.layout import KvLayout, LayerRange
 
 
@@ -32,6 +33,8 @@ class Work:
     token_ids: Sequence[int]  # the tokens to compute, at least one
     start: int  # number of leading tokens whose KV is already in the pages
     pages: Sequence[int]  # pages[i] holds the tokens [i * block_tokens, (i + 1) * block_tokens)
+    # Receives the logprobs of the tokens start + 1 to `end`, if they are in the prompt; None: none.
+    scores: PromptScores | None = None
 
     @property
     def end(self) -> int:
@@ -107,9 +110,14 @@ class LayerEngine(Engine, Protocol):
     """An engine that supports layer-wise prefill."""
 
     def begin_pass(
-        self, token_ids: Sequence[int], start: int, rings: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        rings: Sequence[int],
+        scores: PromptScores | None = None,
     ) -> LayerPassing:
-        """Begin the prefill of a prompt at token `start`. rings[i] is block i's ring buffer."""
+        """Begin the prefill of a prompt at token `start`. rings[i] is block i's ring buffer. The
+        last layer fills `scores`, as `Work.scores`."""
         ...
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None:

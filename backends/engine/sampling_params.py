@@ -56,12 +56,17 @@ class SamplingParams:
     stop_words: tuple[str, ...] = ()  # texts that end the output
     # Number of best tokens whose logprobs the client gets besides those of the sampled token.
     top_logprobs: int = NO_LOGPROBS
+    prompt_logprobs: int = NO_LOGPROBS  # as `top_logprobs`, of the prompt's tokens
     guided_json: str = ""  # JSON schema that the output matches; "": none
     shows_special: bool = False  # True: special tokens have text, but for end ids
 
     @property
     def wants_logprobs(self) -> bool:
         return self.top_logprobs != NO_LOGPROBS
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.prompt_logprobs != NO_LOGPROBS
 
     @property
     def is_greedy(self) -> bool:
@@ -119,8 +124,10 @@ def _numbers(params: SamplingParams) -> Iterator[str]:
             yield f"{name} is {value}; use {-PENALTY_MAX:g} to {PENALTY_MAX:g} (0: off)"
     if not 0 <= params.seed <= SEED_MAX:
         yield f"seed is {params.seed}; use 0 to {SEED_MAX}"
-    if params.wants_logprobs and not 0 <= params.top_logprobs <= TOP_LOGPROBS_MAX:
-        yield f"top_logprobs is {params.top_logprobs}; use 0 to {TOP_LOGPROBS_MAX}"
+    for name in ("top_logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count != NO_LOGPROBS and not 0 <= count <= TOP_LOGPROBS_MAX:
+            yield f"{name} is {count}; use 0 to {TOP_LOGPROBS_MAX}"
 
 
 def _guided(params: SamplingParams) -> Iterator[str]:

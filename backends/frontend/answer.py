@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -16,8 +16,9 @@ import numpy as np
 from backends.frontend.cluster_view import Served
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest, RequestLimits
-from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS, string_tensor
+from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS, PROMPT_OUTPUTS, string_tensor
 from backends.text.text_stream import OutputDelta, merge
+from backends.token_logprobs import PromptLogprobs
 
 
 class ReplyStream(Protocol):
@@ -89,18 +90,32 @@ class _OfGroup:
         return self._group.is_cancelled()
 
 
+class AnsweredPrompt(NamedTuple):
+    """The prompt of a response."""
+
+    token_ids: np.ndarray  # int32
+    logprobs: PromptLogprobs = PromptLogprobs()
+
+
 class StreamedAnswer:
     """One response per message."""
 
+    # Set before the first message, which alone has them. The late reply of an abandoned attempt may
+    # set them again.
+    prompt_logprobs = PromptLogprobs()
+
     def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
-        self._prompt_tokens = len(request.prompt_ids)
+        self._prompt = AnsweredPrompt(request.prompt_ids)
         self._client = client
         self._names = names_sent(client.outputs, not_sent(request))
+        self._is_begun = False
 
     def add(self, message: Send) -> None:
-        self._client.send(
-            outputs(message, self._prompt_tokens, self._names), bool(message.finish_reason)
-        )
+        prompt = self._prompt
+        if not self._is_begun:
+            prompt = prompt._replace(logprobs=self.prompt_logprobs)
+        self._is_begun = True
+        self._client.send(outputs(message, prompt, self._names), bool(message.finish_reason))
 
     def finish(self) -> None:
         self._client.finish()
@@ -108,6 +123,8 @@ class StreamedAnswer:
 
 class WholeAnswer:
     """Collects the messages and sends one response, because /generate allows only one."""
+
+    prompt_logprobs = PromptLogprobs()
 
     def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
         self._request = request
@@ -129,7 +146,8 @@ class WholeAnswer:
         output_tokens = sum(each.output_tokens for each in self._messages)
         message = Send(whole, output_tokens, last.finish_reason, last.cached_tokens, fields)
         names = names_sent(self._client.outputs, not_sent(request))
-        self._client.send(outputs(message, len(request.prompt_ids), names), is_final=True)
+        prompt = AnsweredPrompt(request.prompt_ids, self.prompt_logprobs)
+        self._client.send(outputs(message, prompt, names), is_final=True)
 
 
 def with_prompt(request: ClientRequest, delta: OutputDelta) -> OutputDelta:
@@ -151,6 +169,8 @@ def not_sent(request: ClientRequest) -> Set[str]:
         left_out.add("decision")
     if not request.sampling.wants_logprobs:
         left_out |= OF_LOGPROBS
+    if not request.sampling.scores_prompt:
+        left_out.update(PROMPT_OUTPUTS)
     return left_out
 
 
@@ -168,15 +188,15 @@ def names_sent(asked: frozenset[str], left_out: Set[str]) -> tuple[str, ...]:
 
 
 EMPTY = string_tensor(b"")
-ZERO = np.zeros(1, np.int32)
+ZERO, NO_IDS = np.zeros(1, np.int32), np.zeros(0, np.int32)
 
-# name of an output -> function of (message, tokens of the prompt) that makes the output's value
-_VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
+# name of an output -> function of (message, prompt) that makes the output's value
+_VALUES: dict[str, Callable[[Send, AnsweredPrompt], np.ndarray]] = {
     "text_output": lambda message, _: string_tensor(message.delta.text.encode()),
     "output_ids": lambda message, _: np.array(message.delta.token_ids, np.int32),
     "context_ids": lambda message, _: np.array(message.delta.context_ids, np.int32),
     "text_cut_bytes": lambda message, _: np.array([message.delta.cut_bytes], np.int32),
-    "num_input_tokens": lambda _, prompt_tokens: np.array([prompt_tokens], np.int32),
+    "num_input_tokens": lambda _, prompt: np.array([len(prompt.token_ids)], np.int32),
     "num_output_tokens": lambda message, _: np.array([message.output_tokens], np.int32),
     "cached_tokens": lambda message, _: np.array([message.cached_tokens], np.int32),
     "finish_reason": lambda message, _: (
@@ -196,6 +216,13 @@ _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
     "top_log_probs": lambda message, _: _matrix(
         [each.top_log_probs for each in message.delta.logprobs], np.float32
     ),
+    "prompt_ids": lambda _, prompt: prompt.token_ids if prompt.logprobs.ranks else NO_IDS,
+    "prompt_log_probs": lambda _, prompt: np.frombuffer(prompt.logprobs.log_probs, np.float32),
+    "prompt_ranks": lambda _, prompt: np.frombuffer(prompt.logprobs.ranks, np.int32),
+    "prompt_top_token_ids": lambda _, prompt: _rows(prompt, prompt.logprobs.top_ids, np.int32),
+    "prompt_top_log_probs": lambda _, prompt: _rows(
+        prompt, prompt.logprobs.top_log_probs, np.float32
+    ),
 }
 
 
@@ -204,8 +231,14 @@ def _matrix(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
     return np.array(rows, dtype).reshape(len(rows), len(rows[0]) if rows else 0)
 
 
-def outputs(message: Send, prompt_tokens: int, names: Iterable[str]) -> dict[str, np.ndarray]:
-    return {name: _VALUES[name](message, prompt_tokens) for name in names}
+def _rows(prompt: AnsweredPrompt, raw: bytes, dtype: type) -> np.ndarray:
+    """An array with one row per token of the prompt; may be 0 in size."""
+    rows = len(prompt.token_ids) if prompt.logprobs.ranks else 0
+    return np.frombuffer(raw, dtype).reshape(rows, -1 if rows else 0)
+
+
+def outputs(message: Send, prompt: AnsweredPrompt, names: Iterable[str]) -> dict[str, np.ndarray]:
+    return {name: _VALUES[name](message, prompt) for name in names}
 
 
 def describe(
@@ -230,5 +263,5 @@ def described(facts: Mapping[str, object], asked: frozenset[str]) -> dict[str, n
     """A response with `facts` as JSON in text_output."""
     text = msgspec.json.encode(facts).decode()
     message = Send(OutputDelta((), text), 0, "described", 0)
-    left_out = FOR_POSTPROCESSING | OF_LOGPROBS | {"decision"}
-    return outputs(message, 0, names_sent(asked, left_out))
+    left_out = FOR_POSTPROCESSING | OF_LOGPROBS | {"decision", *PROMPT_OUTPUTS}
+    return outputs(message, AnsweredPrompt(NO_IDS), names_sent(asked, left_out))

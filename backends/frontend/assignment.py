@@ -1,4 +1,4 @@
-"""An attempt of a request: its pair of workers, its calls to them, and its first token.
+"""An attempt of a request: its pair of workers, and its calls to them.
 
 Several answers to one prompt share the call to a prefill worker (live_request.py). The worker then
 samples a first token for each answer, and leases the prompt's blocks to each.
@@ -19,10 +19,7 @@ from backends.frontend.decisions.latest import Decided
 from backends.frontend.lifecycle.events import FirstText
 from backends.frontend.request import ClientRequest
 from backends.frontend.token_streams import TokenStreams
-from backends.text.text_stream import TextStream, merge
-from backends.text.token_bytes import CONTEXT_TOKENS
-from backends.text.tokenizer import Tokenizer
-from backends.workers.protocol import DecodeRequest, FirstToken, PrefillReply, PrefillRequest
+from backends.workers.protocol import DecodeRequest, PrefillReply, PrefillRequest
 
 
 @dataclass(slots=True)
@@ -92,35 +89,6 @@ class Assignment:
             priority=request.priority,
             messages_per_s_max=streams.messages_per_s_max if request.is_paced else 0,
         )
-
-    def first_text(
-        self,
-        request: ClientRequest,
-        tokenizer: Tokenizer,
-        token_id: int,
-        source: FirstToken | PrefillReply,
-    ) -> FirstText:
-        """The first token as text, made once, because message and reply carry the same token."""
-        if self.first is None:
-            sampling, before = request.sampling, len(self.token_ids) - len(request.prompt_ids)
-            text = TextStream(
-                tokenizer,
-                self.token_ids[-CONTEXT_TOKENS:].tolist(),
-                sampling.stop_words,
-                sampling.end_ids,
-                max(sampling.min_tokens - before, 0),
-                sampling.shows_special,
-            )
-            delta = text.push([token_id], logprobs=source.logprobs)
-            reason = "length" if before + 1 >= sampling.max_tokens else ""
-            if delta.is_stopped:
-                reason = "stop_word"
-            elif token_id in sampling.end_ids:
-                reason = "end_id"
-            if reason:
-                delta = merge([delta, text.finish()])
-            self.first = FirstText(delta, reason, source.cached_tokens)
-        return self.first
 
 
 def prefilled_copies(reply: PrefillReply) -> list[tuple[int, PrefillReply]]:

@@ -58,11 +58,12 @@ from backends.frontend.request_times import (
     end_of_span,
     request_attributes,
 )
-from backends.frontend.token_streams import TokenStreams, delta_of
+from backends.frontend.token_streams import TokenStreams, delta_of, first_text
 from backends.frontend.traffic_recorder import EndedRequest
 from backends.frontend.unreached_workers import UnreachedWorkers
 from backends.tenants.principal import Principal
 from backends.text.tokenizer import Tokenizer
+from backends.token_logprobs import NO_LOGPROBS
 from backends.tracing.request_trace import RequestTrace
 from backends.workers.protocol import DecodeReply, FirstToken, PrefillReply, Stop, WorkerOutbox
 from conductor.messages import Reject, Request
@@ -310,6 +311,7 @@ class LiveRequest:
         request, served = self._understood()
         token_ids = np.concatenate([request.prompt_ids, np.array(self._sent_ids, np.int32)])
         seed = chain_seed(served.fingerprint, cache_salt=request.cache_salt)
+        keys = block_keys(token_ids, served.block_tokens, seed)
         request_id = self._id_of(action.attempt)
         given, self._given = self._given, None
         try:
@@ -317,7 +319,8 @@ class LiveRequest:
                 Request(
                     request_id=request_id,
                     prompt_tokens=len(token_ids),
-                    block_keys=block_keys(token_ids, served.block_tokens, seed),
+                    # A prompt whose logprobs are wanted is computed without its cached prefix.
+                    block_keys=[] if request.sampling.scores_prompt else keys,
                     output_tokens_max=request.sampling.max_tokens - len(self._sent_ids),
                     priority=request.priority,
                     tenant=self.tenant,
@@ -396,6 +399,11 @@ class LiveRequest:
             assignment.prefilled, assignment.replied_s = (int(ids[0]), reply), time.monotonic()
             self.trace.prefilled(action.attempt, reply, assignment.replied_s)
         token_id, reply = assignment.prefilled
+        if reply.prompt_logprobs.ranks and self._answer is not None:
+            self._answer.prompt_logprobs = reply.prompt_logprobs
+            # Further attempts do not compute them again.
+            sampling = replace(request.sampling, prompt_logprobs=NO_LOGPROBS)
+            self._request = replace(request, sampling=sampling)
         fields: dict[str, object] = {}
         if request.wants_decision:
             fields = route_fields(assignment.decided, self._services.cluster.config)
@@ -451,8 +459,12 @@ class LiveRequest:
     def _first_text(
         self, assignment: Assignment, token_id: int, source: FirstToken | PrefillReply
     ) -> events.FirstText:
-        request, _ = self._understood()
-        return assignment.first_text(request, self._services.tokenizer, token_id, source)
+        """The first token as text, made once, because message and reply carry the same token."""
+        if assignment.first is None:
+            request, tokenizer = self._understood()[0], self._services.tokenizer
+            ids = assignment.token_ids
+            assignment.first = first_text(request, tokenizer, ids, token_id, source)
+        return assignment.first
 
     # --- carrying out actions; an action that blocks is returned as Work
 

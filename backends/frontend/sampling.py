@@ -71,6 +71,7 @@ def read(
         end_ids=end_ids,
         stop_words=() if words == [""] else tuple(words),
         top_logprobs=_top_logprobs(reader),
+        prompt_logprobs=_prompt_logprobs(reader),
         guided_json=reader.text("guided_json", GUIDED_JSON_BYTES_MAX) or "",
         shows_special=reader.has("skip_special_tokens") and not reader.flag("skip_special_tokens"),
     )
@@ -123,6 +124,14 @@ def _top_logprobs(reader: InputReader) -> int:
     elif is_wanted:
         return top
     return NO_LOGPROBS
+
+
+def _prompt_logprobs(reader: InputReader) -> int:
+    count = reader.integer("prompt_logprobs")
+    if count is not None and not 0 <= count <= TOP_LOGPROBS_MAX:
+        reader.note(f"prompt_logprobs is {count}; use 0 to {TOP_LOGPROBS_MAX}")
+        return NO_LOGPROBS
+    return NO_LOGPROBS if count is None else count
 
 
 def _from_json(reader: InputReader) -> dict[str, Any]:

@@ -21,13 +21,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from backends.frontend.lifecycle.events import LifecycleEvent, TimePassed, TokensArrived
+import numpy as np
+
+from backends.frontend.lifecycle.events import FirstText, LifecycleEvent, TimePassed, TokensArrived
 from backends.frontend.lifecycle.machine import State, due_s
-from backends.text.text_stream import OutputDelta
+from backends.frontend.request import ClientRequest
+from backends.text.text_stream import OutputDelta, TextStream, merge
+from backends.text.token_bytes import CONTEXT_TOKENS
+from backends.text.tokenizer import Tokenizer
 from backends.workers.protocol import (
     DecodeReply,
     FirstToken,
     Heartbeat,
+    PrefillReply,
     Tokens,
     TokenUpdate,
     WorkerMessage,
@@ -151,3 +157,31 @@ def delta_of(
         context_ids=tuple(update.context_ids),
         logprobs=tuple(update.logprobs),
     )
+
+
+def first_text(
+    request: ClientRequest,
+    tokenizer: Tokenizer,
+    token_ids: np.ndarray,
+    token_id: int,
+    source: FirstToken | PrefillReply,
+) -> FirstText:
+    """The first token of an attempt as text. `token_ids`: the prompt, and the answer before it."""
+    sampling, before = request.sampling, len(token_ids) - len(request.prompt_ids)
+    text = TextStream(
+        tokenizer,
+        token_ids[-CONTEXT_TOKENS:].tolist(),
+        sampling.stop_words,
+        sampling.end_ids,
+        max(sampling.min_tokens - before, 0),
+        sampling.shows_special,
+    )
+    delta = text.push([token_id], logprobs=source.logprobs)
+    reason = "length" if before + 1 >= sampling.max_tokens else ""
+    if delta.is_stopped:
+        reason = "stop_word"
+    elif token_id in sampling.end_ids:
+        reason = "end_id"
+    if reason:
+        delta = merge([delta, text.finish()])
+    return FirstText(delta, reason, source.cached_tokens)

@@ -39,7 +39,7 @@ from backends.gateway.gateway_counts import GatewayCounts
 from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.gateway.generation import GenerationResponse
 from backends.gateway.infer_request import GatewayRequest, read_request
-from backends.gateway.logprobs import LogprobsWriter
+from backends.gateway.logprobs import LogprobsWriter, PromptWriter
 from backends.gateway.page.html import page
 from backends.gateway.page.live_status import LiveStatus, shown_to
 from backends.gateway.prompts import read_detokenize, read_tokenize
@@ -192,17 +192,22 @@ class Gateway:
                     inputs = {**wanted.inputs, "skip_special_tokens": False}
                     wanted = replace(wanted, inputs=inputs)
             words = None
-            if wanted.shows_logprobs:
+            if wanted.shows_logprobs or wanted.prompt is not None:
                 words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)
             choices = [
                 ChoiceWriter(
-                    LogprobsWriter(route, words) if words is not None else None,
+                    LogprobsWriter(route, words) if words and wanted.shows_logprobs else None,
                     wanted.tools.reader(written) if wanted.tools and has_calls else None,
                 )
                 for _ in range(wanted.choices)
             ]
+            of_prompts: list[PromptWriter] = []
+            if words is not None and wanted.prompt is not None:
+                for index, choice in enumerate(choices):
+                    asked = wanted.prompts[index // wanted.answers]
+                    of_prompts.append(PromptWriter(wanted.prompt, asked, words, choice.logprobs))
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
-            call = self.calls.start(wanted, answer_id)
+            call = self.calls.start(wanted, answer_id, of_prompts)
             facts = AnswerFacts(
                 route,
                 answer_id,

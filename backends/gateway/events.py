@@ -48,6 +48,7 @@ class AnswerPiece(NamedTuple):
     logprobs: PieceLogprobs | None = None
     decision: bytes = b""  # JSON of the routing decision; b"" in most pieces, and if not requested
     index: int = 0  # of its answer, among all answers of the request
+    prompt_logprobs: bytes = b""  # JSON, in the first piece of an answer; b"": not requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,8 @@ def whole(
             sum(piece.cached_tokens for piece in firsts),
         ),
     }
+    if (of_prompt := of_choices[0][0].prompt_logprobs) and facts.route == CHAT:
+        answer["prompt_logprobs"] = msgspec.Raw(of_prompt)
     if decision := of_choices[0][-1].decision:
         answer["decision"] = msgspec.Raw(decision)
     return encode(answer)
@@ -291,6 +294,8 @@ def _choice(
         choice["message"] = message
     else:
         choice["text"] = text
+        if of_prompt := pieces[0].prompt_logprobs:
+            choice["prompt_logprobs"] = msgspec.Raw(of_prompt)
     has_calls = writer.calls is not None and "tool_calls" in message
     return choice | {"logprobs": of_tokens, "finish_reason": _reason(pieces[-1], has_calls)}
 

@@ -104,6 +104,13 @@ FIELDS = (
         "return the log probability of each token, and this number of likeliest tokens, 0 to 20",
         routes=(COMPLETION,),
     ),
+    Field("echo", "flag", "begin the text, and logprobs, with the prompt", routes=(COMPLETION,)),
+    Field(
+        "prompt_logprobs",
+        "integer",
+        "as logprobs of a completion, for each token of the prompt; not in a stream",
+        "prompt_logprobs",
+    ),
     Field("tools", "tools", "functions that the model may call", routes=(CHAT,)),
     Field(
         "tool_choice",
@@ -170,7 +177,6 @@ FIELDS = (
 UNSUPPORTED = (
     UnsupportedField("best_of", (1,), (CHAT,)),
     UnsupportedField("logit_bias", ({},)),
-    UnsupportedField("echo", (False,), (COMPLETION,)),
     UnsupportedField("suffix", ("",), (COMPLETION,)),
     UnsupportedField("functions", ([],), (CHAT,)),
     UnsupportedField("function_call", ("none", "auto"), (CHAT,)),

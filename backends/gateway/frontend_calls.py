@@ -23,15 +23,17 @@ from backends.gateway.events import AnswerPiece
 from backends.gateway.infer_request import (
     ANSWER,
     COUNTS,
+    LOGPROBS,
     MODEL,
     NAME_OF_TENSOR,
     GatewayRequest,
     describe_request,
     infer_request,
 )
-from backends.gateway.logprobs import PieceLogprobs
+from backends.gateway.logprobs import PieceLogprobs, PromptWriter
 from backends.gateway.tool_use import BY_TEMPLATE
 from backends.statuses import HttpRefusal, of_message, unavailable
+from backends.tensors import PROMPT_OUTPUTS
 
 CHANNELS = 4
 MESSAGE_BYTES_MAX = 2**31 - 1
@@ -74,15 +76,19 @@ class FrontendCalls:
         for channel in self._channels:
             await channel.close()
 
-    def start(self, request: GatewayRequest, request_id: str) -> FrontendCall | SeveralCalls:
-        """Start the call for each prompt of the request."""
-        calls = []
+    def start(
+        self, request: GatewayRequest, request_id: str, prompts: Sequence[PromptWriter] = ()
+    ) -> FrontendCall | SeveralCalls:
+        """Start the call for each prompt of the request. `prompts`: as in FrontendCall, for the
+        answers to all prompts."""
+        calls, answers = [], request.answers
         for prompt in range(len(request.prompts)):
             call_id = f"{request_id}-{prompt}" if prompt else request_id
             message = infer_request(request, call_id, prompt)
             stream = next(self._stubs).ModelStreamInfer(iter((message,)))
-            calls.append(FrontendCall(stream, request.names, request.answers))
-        return calls[0] if len(calls) == 1 else SeveralCalls(calls, request.answers)
+            of_prompt = prompts[prompt * answers : (prompt + 1) * answers]
+            calls.append(FrontendCall(stream, request.names, answers, of_prompt))
+        return calls[0] if len(calls) == 1 else SeveralCalls(calls, answers)
 
     async def describe_model(self) -> dict[str, Any]:
         """The conductor's description of its model; {} if the call fails or returns no object."""
@@ -131,10 +137,15 @@ class FrontendCall:
     """One request at the conductor. Iteration raises HttpRefusal for an error."""
 
     def __init__(
-        self, call: grpc.aio.StreamStreamCall, names: Mapping[str, str], answers: int = 1
+        self,
+        call: grpc.aio.StreamStreamCall,
+        names: Mapping[str, str],
+        answers: int = 1,
+        prompts: Sequence[PromptWriter] = (),
     ) -> None:
-        """`names`: tensor -> field, where the field differs from NAME_OF_TENSOR."""
-        self._call, self._names = call, names
+        """`names`: tensor -> field, where the field differs from NAME_OF_TENSOR. `prompts`: one for
+        each answer whose first piece has its prompt."""
+        self._call, self._names, self._prompts = call, names, prompts
         self._unfinished = answers
         self.is_left = False
 
@@ -159,6 +170,11 @@ class FrontendCall:
                     raise refusal_of(response.error_message, self._names)
                 if response.infer_response.outputs:
                     found = piece(response.infer_response)
+                    if self._prompts:  # in a thread, because a prompt may be long
+                        writer = self._prompts[found.index]
+                        found = await asyncio.to_thread(
+                            with_prompt, found, writer, response.infer_response
+                        )
                     self._unfinished -= bool(found.finish_reason)
                     if not self._unfinished:
                         is_finished = True
@@ -209,11 +225,14 @@ class SeveralCalls:
             reading.cancel()
 
 
+def _raw(response: service_pb2.ModelInferResponse) -> dict[str, bytes]:
+    names = [each.name for each in response.outputs]
+    return dict(zip(names, response.raw_output_contents, strict=True))
+
+
 def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
-    raw = dict(
-        zip([each.name for each in response.outputs], response.raw_output_contents, strict=True)
-    )
-    logprobs = _logprobs(raw) if "output_log_probs" in raw else None
+    raw = _raw(response)
+    logprobs = _logprobs(raw, LOGPROBS) if "output_log_probs" in raw else None
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
     decision = raw["decision"][4:] if "decision" in raw else b""
     index = int.from_bytes(raw[ANSWER], "little") if ANSWER in raw else 0
@@ -223,15 +242,31 @@ def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     return AnswerPiece(text, reason, output, prompt, cached, logprobs, decision, index)
 
 
-def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:
-    ids = np.frombuffer(raw["output_ids"], np.int32)
+def _logprobs(raw: Mapping[str, bytes], names: Sequence[str]) -> PieceLogprobs:
+    token_ids, log_probs, top_ids, top_log_probs = (raw[name] for name in names)
+    ids = np.frombuffer(token_ids, np.int32)
     shape = (len(ids), -1 if len(ids) else 0)
     return PieceLogprobs(
         ids.tolist(),
-        np.frombuffer(raw["output_log_probs"], np.float32).tolist(),
-        np.frombuffer(raw["top_token_ids"], np.int32).reshape(shape).tolist(),
-        np.frombuffer(raw["top_log_probs"], np.float32).reshape(shape).tolist(),
+        np.frombuffer(log_probs, np.float32).tolist(),
+        np.frombuffer(top_ids, np.int32).reshape(shape).tolist(),
+        np.frombuffer(top_log_probs, np.float32).reshape(shape).tolist(),
     )
+
+
+def with_prompt(
+    found: AnswerPiece, writer: PromptWriter, response: service_pb2.ModelInferResponse
+) -> AnswerPiece:
+    """The piece after the part of the answer that is about its prompt."""
+    if writer.use.is_alone:
+        logprobs = found.logprobs and PieceLogprobs([], [], [], [])
+        reason = "length" if found.finish_reason else ""
+        found = found._replace(text=b"", finish_reason=reason, output_tokens=0, logprobs=logprobs)
+    raw, prompt, ranks = _raw(response), None, b""
+    if raw.get(PROMPT_OUTPUTS[0]):  # in the first response only
+        prompt, ranks = _logprobs(raw, PROMPT_OUTPUTS[:4]), raw[PROMPT_OUTPUTS[4]]
+    text, listed = writer.begin(prompt, np.frombuffer(ranks, np.int32).tolist())
+    return found._replace(text=text + found.text, prompt_logprobs=listed)
 
 
 def refusal_of(message: str, names: Mapping[str, str]) -> HttpRefusal:

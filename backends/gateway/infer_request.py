@@ -17,7 +17,9 @@ from tritonclient.grpc import service_pb2
 
 from backends.gateway import prompts
 from backends.gateway.fields import CHAT, COMPLETION, FIELDS, Reader, bad_field, read
+from backends.gateway.logprobs import PromptUse
 from backends.gateway.tool_use import ToolUse, read_choice, tool_use
+from backends.tensors import PROMPT_OUTPUTS
 
 MODEL = "conductor"
 TEMPERATURE = 1.0  # OpenAI's default
@@ -82,6 +84,8 @@ class GatewayRequest:
         """Answers of the request, to all of its prompts."""
         return len(self.prompts) * self.answers
 
+    prompt: PromptUse | None = None  # None: the answer has only generated tokens
+
     @property
     def outputs(self) -> tuple[str, ...]:
         wants_counts = self.includes_usage or not self.is_stream
@@ -90,6 +94,8 @@ class GatewayRequest:
             found += ("decision",)
         if self.answers > 1:
             found += (ANSWER,)
+        if "prompt_logprobs" in self.inputs:
+            found += PROMPT_OUTPUTS
         return found + LOGPROBS if self.wants_logprobs else found
 
     @property
@@ -131,6 +137,7 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     if given.get("ignore_eos"):
         inputs["end_id"] = NEVER_ENDS
     inputs |= (logprobs := _logprobs(route, given))
+    of_prompt = _prompt_use(route, given, inputs, names)
     if answers > 1:
         inputs["num_return_sequences"] = answers
     if answers > kept:
@@ -171,6 +178,7 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         tools=tools,
         kept=kept,
         shows_logprobs=bool(logprobs),
+        prompt=of_prompt,
     )
 
 
@@ -217,6 +225,25 @@ def _logprobs(route: str, given: Mapping[str, Any]) -> dict[str, Any]:
     elif (count := given.get("logprobs")) is None:
         return {}
     return {"return_log_probs": True, "top_logprobs": count}
+
+
+def _prompt_use(
+    route: str, given: Mapping[str, Any], inputs: dict[str, Any], names: dict[str, str]
+) -> PromptUse | None:
+    """How the answer uses its prompt. Changes `inputs` and `names` accordingly."""
+    top, is_echoed = given.get("prompt_logprobs"), given.get("echo", False)
+    if top is not None and given.get("stream", False):
+        what = "prompt_logprobs is not available in a stream; leave out stream, or use echo"
+        raise bad_field("prompt_logprobs", what)
+    if is_echoed and "top_logprobs" in inputs and (top is None or top >= 0):
+        inputs["prompt_logprobs"] = max(inputs["top_logprobs"], top or 0)
+        names["prompt_logprobs"] = "echo" if top is None else "prompt_logprobs"
+    is_alone = route == COMPLETION and inputs.get("max_tokens") == 0
+    if is_alone:
+        inputs["max_tokens"] = 1  # the least that a worker generates
+    if is_echoed or is_alone or top is not None:
+        return PromptUse(is_echoed, is_alone, top, inputs.get("top_logprobs", 0))
+    return None
 
 
 TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in TYPE_OF_KIND} | {

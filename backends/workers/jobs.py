@@ -14,7 +14,7 @@ from backends.metrics.page import Observations
 from backends.text.text_stream import OutputDelta, TextStream, merge
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
-from backends.token_logprobs import TokenLogprobs
+from backends.token_logprobs import PromptLogprobs, PromptScores, TokenLogprobs
 from backends.workers.arrivals import Arrival
 from backends.workers.kv_writer import BlockPut
 from backends.workers.prefix_loading import LayeredPrefix
@@ -95,6 +95,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     computed_tokens: int = 0  # tokens computed so far, without the cached ones
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the sampled token, if wanted
     copies: list[CopyToken] = field(default_factory=list)  # first tokens of request.copies
+    scores: PromptScores | None = None  # logprobs of the prompt; None: not wanted
     layers: LayeredJob | None = None  # state of layer-wise prefill; None: chunked prefill
     native: bytes = b""  # hand-over data of an engine that moves KV by itself
     hands_over_blocks: bool = True  # False: the decode engine computes the prompt again
@@ -122,11 +123,13 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
 
     def first_token(self, token_id: int) -> FirstToken | None:
         """The message with the first token. None if the request has no reply inbox, or if the
-        token may end the output. If there are stop words, every token may end the output."""
+        token may end the output. If there are stop words, every token may end the output. With
+        logprobs of the prompt, which only the reply has, there is no message either."""
         sampling = self.request.sampling
         output_tokens = len(self.token_ids) - self.request.prompt_tokens + 1
         is_last = output_tokens >= sampling.max_tokens or token_id in sampling.end_ids
-        if not self.request.reply_inbox or is_last or sampling.stop_words:
+        needs_reply = is_last or sampling.stop_words or sampling.scores_prompt
+        if not self.request.reply_inbox or needs_reply:
             return None
         return FirstToken(self.request_id, token_id, self.cached_tokens, self.logprobs)
 
@@ -149,6 +152,7 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
             compute_at_s=self._after_arrival_s(self.computing_from_s),
             logprobs=self.logprobs,
             copies=self.copies,
+            prompt_logprobs=self.scores.packed() if self.scores else PromptLogprobs(),
         )
 
     def _after_arrival_s(self, at_s: float | None) -> float:  # -1: unknown

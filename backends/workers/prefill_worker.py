@@ -12,6 +12,9 @@ have room for three layers of each block (engine/batching/layer_passes.py). The 
 a remote node, and is then also written to the local node. If a block is missing, the prompt starts
 again, and its prefix is first fetched to the local node.
 
+A prompt whose logprobs are wanted is computed from its first token. Cached blocks are not loaded,
+but the decode worker gets them, and only the other blocks are stored.
+
 Not here: Triton's API (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
 """
 
@@ -30,6 +33,7 @@ from backends.engine.batching.batching import PrefillBatching
 from backends.engine.batching.layer_passes import LayerRings
 from backends.engine.interface import LayerEngine
 from backends.errors import Cancelled
+from backends.token_logprobs import PromptScores
 from backends.workers.driver import Driver
 from backends.workers.jobs import LayeredJob, PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut
@@ -119,6 +123,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             submitted_s=now_s,
             token_ids=ids.astype(np.int32),
             put=put,
+            scores=self._scores(request, ids),
         )
         with self.lock:
             # Under the lock, so that an engine failure after this check also fails this job.
@@ -134,6 +139,12 @@ class PrefillWorker(JobWorker[PrefillJob]):
             self.jobs[request.request_id] = job
             self._admit_waiting()  # now, so that the prefix is loaded during the current step
             self.lock.notify_all()
+
+    def _scores(self, request: PrefillRequest, ids: np.ndarray) -> PromptScores | None:
+        if not request.sampling.scores_prompt:
+            return None
+        top = min(request.sampling.prompt_logprobs, self.driver.engine.vocabulary_tokens)
+        return PromptScores(ids[: request.prompt_tokens].astype(np.int32), top)
 
     def report(self) -> WorkerReport:
         with self.lock:
@@ -202,7 +213,9 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 return False
         allowed = Fetching(job.request.fetch_blocks, tuple(job.request.fetch_nodes))
         prefix: LoadedPrefix
-        if job.layers is None:
+        if job.scores is not None:
+            prefix = LoadedPrefix(found.local, 0, {})
+        elif job.layers is None:
             prefix = self._prefixes.load(put.keys, found, put.pages, allowed, job.request_id)
         else:
             prefix = self._traced_prefix(job, job.layers, found, allowed)
@@ -214,10 +227,11 @@ class PrefillWorker(JobWorker[PrefillJob]):
             if copy.node_id == self.config.store_node
         }
         job.fetched_blocks, job.fetched_from = prefix.fetched_blocks, prefix.fetched_from
-        # The last token is always computed, because its logits are needed for sampling.
-        job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
-        if job.layers is None:
-            self.driver.engine.import_pages(put.pages[:blocks])
+        if job.scores is None:
+            # The last token is always computed, because its logits are needed for sampling.
+            job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
+            if job.layers is None:
+                self.driver.engine.import_pages(put.pages[:blocks])
         self.writer.then(lambda: self.writer.announce_cached(put))
         self._settle(job, [put.keys[block] for block in put.refs])
         return True

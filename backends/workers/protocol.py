@@ -26,7 +26,7 @@ import numpy as np
 from backends import launch_secret
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
 from backends.errors import InvalidRequest, WorkerGone
-from backends.token_logprobs import TokenLogprobs
+from backends.token_logprobs import PromptLogprobs, TokenLogprobs
 from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX, Inbox, Outbox
 from mooncake_store.wire.unix_socket import PATH_BYTES_MAX
@@ -113,6 +113,7 @@ class PrefillReply(msgspec.Struct, frozen=True, tag="prefilled"):
     # One for each of PrefillRequest.copies. Empty if the engine samples one token of a prompt; each
     # copy is then a request of its own.
     copies: list[CopyToken] = []
+    prompt_logprobs: PromptLogprobs = PromptLogprobs()
 
 
 class DecodeRequest(msgspec.Struct, frozen=True, tag="decode"):

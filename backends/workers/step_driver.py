@@ -131,7 +131,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         if layers.computing is None:
             assert job.put.rings is not None, job.request_id
             layers.computing = cast(LayerEngine, self.engine).begin_pass(
-                job.token_ids.tolist(), chunks[0].start, job.put.rings.numbers
+                job.token_ids.tolist(), chunks[0].start, job.put.rings.numbers, job.scores
             )
         logits = None
         for chunk in chunks:
@@ -214,7 +214,12 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
     ) -> tuple[list[Work], list[range], Callable[[int], None]]:
         """(batch, blocks that each chunk completes, callback that queues a layer's copy)."""
         batch = [
-            Work(job.token_ids[c.start : c.start + c.tokens].tolist(), c.start, job.put.pages)
+            Work(
+                job.token_ids[c.start : c.start + c.tokens].tolist(),
+                c.start,
+                job.put.pages,
+                job.scores,
+            )
             for c, job in zip(chunks, jobs, strict=True)
         ]
         finished = [self._blocks_finished(c, job) for c, job in zip(chunks, jobs, strict=True)]

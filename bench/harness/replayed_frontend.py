@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import json
 import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated
 
 import grpc
@@ -32,6 +32,8 @@ PIECE_CHARACTERS = 5
 TOKENS_DEFAULT = 8
 BROKEN_AFTER = 3
 TOKEN_ID, LOG_PROB = 261, -0.5
+PROMPT_LOG_PROB, PROMPT_RANK = -2.0, 7
+NO_PROMPT: Mapping[str, bytes] = {}
 DECISION = '{"prefill":"prefill_0","decode":"decode_0"}'
 FACTS = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens": 2_048}
 
@@ -121,22 +123,39 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield service_pb2.ModelStreamInferResponse(error_message=words)
             return
         top = _integer(said.get("top_logprobs", b""))
+        of_prompt = _of_prompt(said)
         if verb == "say":
             for message in _said(words, tokens if "max_tokens" in said else len(words)):
                 yield response(outputs, *message, top)
             return
         if not said.get("stream", b"\0")[0]:
-            yield response(outputs, TOKEN_TEXT * tokens, "length", tokens, top)
+            yield response(outputs, TOKEN_TEXT * tokens, "length", tokens, top, of_prompt)
             return
         plain = response(outputs, TOKEN_TEXT, "", 1, top)
         for number in range(tokens - 1):
             if verb == "break" and number == BROKEN_AFTER:
                 yield service_pb2.ModelStreamInferResponse(error_message=words)
                 return
-            yield plain
+            yield plain if number else response(outputs, TOKEN_TEXT, "", 1, top, of_prompt)
             if self.interval_s:
                 await asyncio.sleep(self.interval_s)
-        yield response(outputs, TOKEN_TEXT, "length", 1, top)
+        yield response(
+            outputs, TOKEN_TEXT, "length", 1, top, NO_PROMPT if tokens > 1 else of_prompt
+        )
+
+
+def _of_prompt(said: dict[str, bytes]) -> dict[str, bytes]:
+    """Logprobs of the prompt. Token ids of a text are its bytes. The best tokens are 1, 2, ..."""
+    raw = said.get("input_ids", b"")
+    ids = struct.unpack(f"<{len(raw) // 4}i", raw) or tuple(_text(said).encode())
+    tokens, top = len(ids), _integer(said.get("prompt_logprobs", b""))
+    return {
+        "prompt_ids": struct.pack(f"<{tokens}i", *ids),
+        "prompt_log_probs": struct.pack("<f", PROMPT_LOG_PROB) * tokens,
+        "prompt_ranks": struct.pack("<i", PROMPT_RANK) * tokens,
+        "prompt_top_token_ids": struct.pack(f"<{top}i", *range(1, top + 1)) * tokens,
+        "prompt_top_log_probs": struct.pack("<f", LOG_PROB) * (top * tokens),
+    }
 
 
 def _of_answer(
@@ -166,7 +185,12 @@ def _said(words: str, tokens_max: int) -> list[tuple[str, str, int]]:
 
 
 def response(
-    outputs: list[str], text: str, finish_reason: str, tokens: int, top: int
+    outputs: list[str],
+    text: str,
+    finish_reason: str,
+    tokens: int,
+    top: int,
+    of_prompt: Mapping[str, bytes] = NO_PROMPT,
 ) -> service_pb2.ModelStreamInferResponse:
     values = {
         "text_output": ("BYTES", _string(text)),
@@ -183,7 +207,11 @@ def response(
     }
     made = service_pb2.ModelStreamInferResponse()
     for name in outputs:
-        datatype, raw = values[name]
+        if name.startswith("prompt_"):
+            datatype = "FP32" if "log_probs" in name else "INT32"
+            raw = of_prompt.get(name, b"")
+        else:
+            datatype, raw = values[name]
         made.infer_response.outputs.add(name=name, datatype=datatype, shape=(1, 1))
         made.infer_response.raw_output_contents.append(raw)
     return made

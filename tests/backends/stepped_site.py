@@ -22,6 +22,7 @@ from backends.engine.interface import Work
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import ServingError
 from backends.metrics.page import Observations
+from backends.token_logprobs import PromptScores
 from backends.workers import decode_worker
 from backends.workers import worker as worker_module
 from backends.workers.decode_worker import DecodeWorker
@@ -168,7 +169,13 @@ class SteppedEngine:
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None: ...
 
-    def begin_pass(self, token_ids: Sequence[int], start: int, rings: Sequence[int]) -> SteppedPass:
+    def begin_pass(
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        rings: Sequence[int],
+        scores: PromptScores | None = None,
+    ) -> SteppedPass:
         return SteppedPass(self, token_ids, rings)
 
     def meanwhile(self, layer: int) -> None:

@@ -16,11 +16,16 @@ from typing import Any
 import openai
 import psutil
 import pytest
+import torch
 
+import bench.clients
+from backends.text.tokenizer import Tokenizer
 from bench.clients import curl, curl_gateway, libraries, openai_calls
 from bench.clients.call_matrix import MESSAGES, Call, CalledServer
 from bench.clients.keyed_gateway import KEY, OPERATORS_KEY, SINGLE_KEY, keyed_gateway
 from loadtest.results.metrics import COMPLETED, REJECTED
+from tests.backends.engine.checkpoints import load_reference
+from tests.backends.small_tokenizers import DEMO
 from tests.e2e.chromium import Tab, chromium, tab
 from tests.e2e.locusts import LENIENT, headless
 from tests.e2e.public_clients import installed
@@ -176,6 +181,66 @@ def test_a_client_that_leaves_four_answers_frees_all_of_them(gateway: Gateway) -
     wait_until(server.is_idle, "pages, slots and leases to be free", FREED_S_MAX)
     cancelled = lambda: server.metric("mooncake_requests_total", outcome="cancelled")  # noqa: E731
     wait_until(lambda: cancelled() == before + 4, "each answer to be cancelled")
+
+
+@pytest.mark.long
+def test_summed_logprobs_of_200_continuations_are_those_of_transformers(gateway: Gateway) -> None:
+    """As harnesses for loglikelihood ask for them: by text and by token ids, twice."""
+    client, tokenizer = gateway.client(max_retries=3), Tokenizer.load(DEMO)
+    model = load_reference(DEMO)
+    lines = (Path(bench.clients.__file__).parent / "loglikelihood.jsonl").read_text().splitlines()
+    items = [json.loads(line) for line in lines]
+    assert len(items) == 200
+    apart: list[float] = []
+    for number, item in enumerate(items):
+        text, cut = item["context"] + item["continuation"], len(tokenizer.encode(item["context"]))
+        ids = tokenizer.encode(text)
+        with torch.inference_mode():
+            theirs = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+        rows = theirs[cut - 1 : len(ids) - 1]
+        own = rows.gather(1, torch.tensor(ids[cut:])[:, None])[:, 0]
+        prompt, max_tokens = (ids, 1) if number % 2 else (text, 0)
+        answer = client.completions.create(
+            model="demo", prompt=prompt, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0
+        )
+        found, usage = answer.choices[0].logprobs, answer.usage
+        assert found is not None and found.token_logprobs is not None and usage is not None
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), max_tokens)
+        assert answer.choices[0].text.startswith(text) and found.token_logprobs[0] is None
+        ours = found.token_logprobs[cut : len(ids)]
+        apart.append(abs(sum(ours) - own.sum().item()))
+        best = [max((each or {}).values()) for each in (found.top_logprobs or [])[cut : len(ids)]]
+        is_near = (rows.max(1).values - own) < 1e-3
+        assert [a == b for a, b in zip(ours, best, strict=True)] == is_near.tolist(), "greedy"
+    print(f"summed logprobs are apart by at most {max(apart):.2e}")
+    assert max(apart) < 1e-3
+
+
+def test_the_prompt_and_its_logprobs_come_with_both_routes(gateway: Gateway) -> None:
+    client = gateway.client(max_retries=0)
+    prompt = "A prompt that is longer than two blocks of sixty-four tokens. " * 12
+    asked: dict[str, Any] = {"model": "demo", "prompt": prompt, "max_tokens": 3, "temperature": 0}
+    plain = client.completions.create(**asked).choices[0].text
+    chunks = list(client.completions.create(**asked, echo=True, logprobs=2, stream=True))
+    assert "".join(each.choices[0].text for each in chunks) == prompt + plain
+    first = chunks[0].choices[0].logprobs
+    assert first is not None and first.token_logprobs is not None
+    assert first.token_logprobs[0] is None and len(first.token_logprobs) > 100
+    answer = client.completions.create(**asked, extra_body={"prompt_logprobs": 2})
+    listed: list[Any] = answer.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert answer.choices[0].text == plain and listed[0] is None
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(listed)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0, "it computes what is cached"
+    for each, log_prob in zip(listed[1:], first.token_logprobs[1:], strict=False):
+        own = next(iter(each.values()))
+        assert own["logprob"] == pytest.approx(log_prob, abs=1e-3)
+        assert 2 <= len(each) <= 3 and {"rank", "decoded_token"} < own.keys()
+    chat = client.chat.completions.create(
+        model="demo", messages=MESSAGES, max_tokens=1, extra_body={"prompt_logprobs": 0}
+    )
+    assert chat.usage is not None and chat.model_extra is not None
+    assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
 
 
 # --- the status page and playground, in a browser

@@ -6,6 +6,9 @@ come first, then prefill sequences (several new tokens). Both kinds are sorted b
 A *query token* is the last token of a sequence. A decode sequence has no other new token, and the
 last layer computes attention of query tokens only. Where no kernel reads the pages in place,
 attention gathers K and V. For this, query tokens are divided into groups of similar context length.
+
+A *scored row* is a row whose next token is known and whose logits are wanted, because the request
+asks for the logprobs of its prompt. The last layer computes the scored rows, too.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from backends.engine.torch.gpu.paged_plan import (
     PagedSequences,
 )
 from backends.engine.torch.gpu.staging import Staging
+from backends.engine.torch.scoring import ScoredSpan
 from mooncake_store.layout import KvLayout, blocks_touched
 
 Integers = NDArray[np.int64]
@@ -100,7 +104,9 @@ class StepPlan:
     query_tokens: list[QueryGroup]
     prefills: Sequence[PrefillSpan] = ()
     seen: PagesSeen | None = None  # pages of all sequences; None in a recorded step
-    last_rows: torch.Tensor | None = None  # [sequences] row of each query token; None: all rows
+    # Row of each query token, then the scored rows, then padding; None: all rows are query tokens.
+    last_rows: torch.Tensor | None = None
+    scored: Sequence[ScoredSpan] = ()  # their rows are indices in `last_rows`
     order: list[int] | None = None  # sequence i is batch[order[i]]; None: same order
     pages: Sequence[int] = ()  # numbers of the pages that this step writes
     fresh_pages: Sequence[int] = ()  # part of `pages`: begun by this step and not filled by it
@@ -159,6 +165,8 @@ def plan_step(
     if not is_decode_only:
         extra_rows = (0, rounded_rows(tokens) - tokens)
         token_ids, positions = np.pad(token_ids, extra_rows), np.pad(positions, extra_rows)
+    last_rows, scored = _last_rows(sequences, counts)
+    has_last_rows = bool(scored) or not is_decode_only
     plan = StepPlan(
         tokens=tokens,
         token_ids=staging.put(token_ids),
@@ -169,7 +177,8 @@ def plan_step(
         prefills=spans,
         query_tokens=decodes + rest,
         seen=seen,
-        last_rows=None if is_decode_only else staging.put(np.cumsum(counts) - 1),
+        last_rows=staging.put(last_rows) if has_last_rows else None,
+        scored=scored,
         order=None if order == list(range(len(batch))) else order,
         pages=pages,
         fresh_pages=fresh_pages,
@@ -194,6 +203,23 @@ def check_range(name: str, values: Integers, limit: int) -> None:
     if int(values.view(np.uint64).max()) >= limit:
         wrong = [int(value) for value in values if not 0 <= value < limit]
         raise AssertionError(f"{name} {wrong[0]} is outside 0..{limit - 1}")
+
+
+def _last_rows(sequences: list[Work], counts: list[int]) -> tuple[Integers, list[ScoredSpan]]:
+    """The values of StepPlan.last_rows and StepPlan.scored."""
+    ends = np.cumsum(counts)
+    rows, spans, first = [ends - 1], [], len(counts)
+    for sequence, count, end in zip(sequences, counts, ends.tolist(), strict=True):
+        if (scores := sequence.scores) is None:
+            continue
+        known = min(count, len(scores.token_ids) - 1 - sequence.start)
+        if known > 0:
+            spans.append(ScoredSpan(scores, sequence.start, first, known))
+            rows.append(np.arange(end - count, end - count + known))
+            first += known
+    if spans:
+        rows.append(np.zeros(rounded_rows(first) - first, dtype=np.int64))
+    return np.concatenate(rows), spans
 
 
 def _positions(sequences: list[Work], counts: list[int]) -> Integers:

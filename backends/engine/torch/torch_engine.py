@@ -31,6 +31,7 @@ from backends.engine.torch.rope import rope_table
 from backends.engine.torch.step_plan import StepPlan
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
+from backends.token_logprobs import PromptScores
 from mooncake_store.layout import LayerRange
 
 if TYPE_CHECKING:
@@ -203,11 +204,15 @@ class TorchEngine:
         return made, plan.order
 
     def begin_pass(
-        self, token_ids: Sequence[int], start: int, rings: Sequence[int]
+        self,
+        token_ids: Sequence[int],
+        start: int,
+        rings: Sequence[int],
+        scores: PromptScores | None = None,
     ) -> TorchLayerPass:
         assert self.rings is not None, f"a stage: {self.layers} of {self.layout}"
         self._check([Work(token_ids[start:], start, rings)])
-        return TorchLayerPass(self._layer_transformer, token_ids, rings)
+        return TorchLayerPass(self._layer_transformer, token_ids, rings, scores)
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None:
         self._folded.import_pages(rings, layer % self._folded.layout.layers)
@@ -274,20 +279,26 @@ class TorchLayerPass:
     """
 
     def __init__(
-        self, transformer: Transformer, token_ids: Sequence[int], rings: Sequence[int]
+        self,
+        transformer: Transformer,
+        token_ids: Sequence[int],
+        rings: Sequence[int],
+        scores: PromptScores | None = None,
     ) -> None:
         """`transformer`: its memory is that of `KvMemory.folded`, whose pages are ring buffers."""
         self._transformer = transformer
         self._memory = transformer.attention.memory
         self._token_ids = token_ids
         self._rings = rings
+        self._scores = scores
         self._layers = len(transformer.weights.layers)
         self._chunks: dict[int, _Chunk] = {}  # first token -> chunk
 
     @torch.inference_mode()
     def compute(self, layer: int, start: int, tokens: int) -> NDArray[np.float32] | None:
         if layer == 0:
-            sequence = Work(self._token_ids[start : start + tokens], start, self._rings)
+            token_ids = self._token_ids[start : start + tokens]
+            sequence = Work(token_ids, start, self._rings, self._scores)
             self._chunks[start] = _Chunk(self._transformer.plan([sequence], layer))
         chunk, memory = self._chunks[start], self._memory
         page_layer = layer % memory.layout.layers

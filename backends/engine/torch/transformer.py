@@ -4,6 +4,7 @@ A layer consists of attention over paged KV and a feed-forward. All layers of a 
 kind of attention. Some may have a dense feed-forward and others experts. Matrix products compute
 the tokens of all sequences together. The last layer writes the KV of all tokens. It computes the
 rest only for the last token of each sequence (*query token*), because only its logits are needed.
+It computes the rest for the scored rows of a step, too (step_plan.py).
 
 A pipeline stage computes a range of the layers. Its input is the hidden states of the previous
 stage. Its output is hidden states, or logits if it has the last layer.
@@ -25,6 +26,7 @@ from backends.engine.torch.layers.grouped_attention import GroupedAttention
 from backends.engine.torch.layers.latent_attention import LatentAttention
 from backends.engine.torch.layers.norm import RmsNorm
 from backends.engine.torch.layers.paged_attention import LayerStep, PagedAttention
+from backends.engine.torch.scoring import score
 from backends.engine.torch.step_plan import StepPlan, plan_step
 from backends.engine.torch.weights import Weights
 
@@ -94,6 +96,7 @@ class Transformer:
         do not include the model's first layer, `hidden` [rows of the plan, hidden] is the result of
         the earlier layers. If they do not include its last layer, the result is the hidden states
         of all rows. `on_layer(l)` is called when layer l's KV is in the pages (on a GPU: queued).
+        The last layer fills the `scores` of the plan's scored rows.
         """
         weights = self.weights
         if hidden is None:
@@ -110,6 +113,10 @@ class Transformer:
                 on_layer(index)
             if index != last:
                 seen = attention.all_tokens(step, queries)
+            elif plan.scored:
+                assert plan.last_rows is not None, "scored rows are among the last rows"
+                hidden = hidden.index_select(0, plan.last_rows)
+                seen = attention.all_tokens(step, queries).index_select(0, plan.last_rows)
             else:
                 if plan.last_rows is not None:
                     hidden = hidden.index_select(0, plan.last_rows)
@@ -120,4 +127,7 @@ class Transformer:
         is_over = layers.stop == len(weights.layers)
         if weights.logits is None or weights.last_norm is None or not is_over:
             return hidden
-        return weights.logits(self._norm(hidden, weights.last_norm))
+        normed = self._norm(hidden, weights.last_norm)
+        for span in plan.scored:
+            score(span, normed, weights.logits, self.config.vocabulary_tokens)
+        return weights.logits(normed[: plan.scored[0].first] if plan.scored else normed)

@@ -60,6 +60,8 @@ def llm_sampling(
         raise InvalidRequest(
             "workers with TensorRT-LLM say no logprobs: leave return_log_probs out"
         )
+    if params.scores_prompt:
+        raise InvalidRequest("prompt_logprobs is not supported by workers with TensorRT-LLM")
     keywords: dict[str, Any] = {
         "max_tokens": tokens,
         "end_id": params.end_ids[0] if params.end_ids else NEVER,

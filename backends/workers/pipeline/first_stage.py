@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
 from backends.engine.torch.torch_engine import TorchEngine
-from backends.errors import WorkerGone, WorkerUnavailable, from_wire
+from backends.errors import InvalidRequest, WorkerGone, WorkerUnavailable, from_wire
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_loader import KvLoader
 from backends.workers.pipeline import group
@@ -128,6 +128,8 @@ class PipelinePrefill(StagePrefill):
         worker.lock.notify_all()
 
     def check(self, job: PrefillJob) -> None:
+        if job.scores is not None:
+            raise InvalidRequest("prompt_logprobs is not supported by a pipeline group of workers")
         with self._worker.lock:
             if not self._group.is_whole:
                 raise WorkerGone(f"{self._worker.process.worker_id}: {self._group.missing()}")

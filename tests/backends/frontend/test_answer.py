@@ -10,7 +10,7 @@ import numpy as np
 from backends.frontend.answer import StreamedAnswer, WholeAnswer, names_sent, not_sent
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest
-from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS
+from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS, PROMPT_OUTPUTS
 from backends.text.text_stream import OutputDelta
 from tests.backends.asking import ask
 
@@ -43,12 +43,14 @@ def request(**inputs: object) -> ClientRequest:
 
 
 def test_asking_for_nothing_gets_everything_but_what_only_postprocessing_needs() -> None:
-    nobody_wants = FOR_POSTPROCESSING | {"decision"} | OF_LOGPROBS
+    nobody_wants = FOR_POSTPROCESSING | {"decision", *PROMPT_OUTPUTS} | OF_LOGPROBS
     assert set(names_sent(ALL, not_sent(request()))) == ALL - nobody_wants
     with_decision = not_sent(request(return_decision=True))
     assert set(names_sent(ALL, with_decision)) == ALL - nobody_wants | {"decision"}
     with_logprobs = not_sent(request(return_log_probs=True))
     assert set(names_sent(ALL, with_logprobs)) == ALL - nobody_wants | OF_LOGPROBS
+    with_prompt = not_sent(request(prompt_logprobs=0))
+    assert set(names_sent(ALL, with_prompt)) == ALL - nobody_wants | set(PROMPT_OUTPUTS)
 
 
 def test_whoever_asks_by_name_gets_exactly_that() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
-from backends.errors import InvalidRequest
+from backends.errors import InvalidRequest, WorkerUnavailable
+from backends.tensors import PROMPT_OUTPUTS
 from backends.text.tokenizer import Tokenizer
 from bench.harness.generate import generate
 from tests.backends.engine.checkpoints import load_reference
@@ -162,3 +163,105 @@ def test_generation_without_a_server_is_the_same(engine: TorchEngine) -> None:
     ids = prompt(1, 40)
     plain, asking = SamplingParams(max_tokens=8), SamplingParams(max_tokens=8, top_logprobs=2)
     assert generate(engine, [ids], plain) == generate(engine, [ids], asking)
+
+
+class PromptClient(Client):
+    outputs = Client.outputs.union(PROMPT_OUTPUTS)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_prompt: list[Outputs] = []
+
+    def send(self, outputs: Outputs, is_final: bool = False) -> None:
+        self.of_prompt.append({name: outputs[name] for name in PROMPT_OUTPUTS})
+        super().send(outputs, is_final)
+
+    def check(self, prompt_ids: list[int], top: int) -> None:
+        """Compare with transformers. Only the first response has logprobs of the prompt."""
+        first, *others = self.of_prompt
+        assert all(each[name].size == 0 for each in others for name in PROMPT_OUTPUTS)
+        with torch.inference_mode():
+            logits = load_reference(DEMO)(torch.tensor([prompt_ids])).logits[0]
+        theirs = torch.log_softmax(logits[:-1].float(), -1).numpy()
+        own = theirs[np.arange(len(prompt_ids) - 1), prompt_ids[1:]]
+        assert first["prompt_ids"].tolist() == prompt_ids
+        np.testing.assert_allclose(first["prompt_log_probs"], [0, *own], atol=1e-3)
+        assert first["prompt_ranks"].shape == (len(prompt_ids),) and first["prompt_ranks"][0] == 0
+        best = np.take_along_axis(theirs, first["prompt_top_token_ids"][1:].astype(int), axis=1)
+        assert best.shape == (len(own), top)
+        np.testing.assert_allclose(first["prompt_top_log_probs"][1:], best, atol=1e-3)
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("max_tokens", [1, 6])
+def test_the_first_response_has_the_logprobs_of_the_prompt(
+    site: Site,  # noqa: F811
+    engine: TorchEngine,
+    is_stream: bool,
+    max_tokens: int,
+) -> None:
+    ids = prompt(5, 140)
+    for top in (3, 0):
+        client = PromptClient()
+        site.submit(client, ids, max_tokens=max_tokens, stream=is_stream, prompt_logprobs=top)
+        assert client.wait() == wanted(engine, ids, max_tokens)
+        client.check(ids, top)
+    site.check_idle()
+
+
+def test_a_first_token_that_is_held_back_delays_the_logprobs_of_the_prompt(
+    site: Site,  # noqa: F811
+    engine: TorchEngine,
+) -> None:
+    tokenizer, ids, client = Tokenizer.load(DEMO), prompt(2, 90), PromptClient()
+    answer = wanted(engine, ids, 6)
+    words = [tokenizer.decode(answer[:2]) + "\x00"]
+    site.submit(client, ids, max_tokens=6, stop_words=words, prompt_logprobs=2)
+    assert client.wait() == answer
+    client.check(ids, 2)
+    site.check_idle()
+
+
+@pytest.mark.parametrize("lost_at", ["decode", "stream"])
+def test_a_further_attempt_sends_the_logprobs_of_the_prompt_once(
+    site: Site,  # noqa: F811
+    engine: TorchEngine,
+    lost_at: str,
+) -> None:
+    ids, client = prompt(3, 130), PromptClient()
+    refused: list[str] = []
+
+    def refuse(model: str) -> None:
+        if model == "decode_0" and not refused:
+            refused.append(model)
+            raise WorkerUnavailable("decode_0: internal_error: ValueError: x")
+
+    if lost_at == "decode":
+        site.calls.before = refuse
+    else:
+        site.lose_decode_at(client, 3)
+    site.submit(client, ids, max_tokens=60, prompt_logprobs=2)
+    assert client.wait() == wanted(engine, ids, 60)
+    assert site.calls.models.count("prefill_0") == 2
+    client.check(ids, 2)
+    site.check_idle()
+
+
+@pytest.mark.parametrize("count", [-1, 21])
+def test_a_bad_number_of_likeliest_tokens_of_the_prompt_is_refused_by_name(
+    site: Site,  # noqa: F811
+    count: int,
+) -> None:
+    client = site.ask([1, 2], prompt_logprobs=count)
+    with pytest.raises(AssertionError):
+        client.wait()
+    assert f"prompt_logprobs is {count}; use 0 to 20" in str(client.error)
+    site.check_idle()
+
+
+def test_responses_without_logprobs_of_the_prompt_have_none(site: Site) -> None:  # noqa: F811
+    client = PromptClient()
+    site.submit(client, prompt(1, 10), max_tokens=3)
+    client.wait()
+    assert all(each[name].size == 0 for each in client.of_prompt for name in PROMPT_OUTPUTS)
+    site.check_idle()

@@ -297,7 +297,10 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (COMPLETION, {"prompt": [[[1]], [2]]}, "prompt[0]"),
         (COMPLETION, {"prompt": [1, -1]}, "prompt"),
         (COMPLETION, {"prompt": [1, True]}, "prompt"),
-        (COMPLETION, {"echo": True}, "echo"),
+        (COMPLETION, {"echo": 1}, "echo"),
+        (CHAT, {"echo": True}, "echo"),
+        (CHAT, {"prompt_logprobs": True}, "prompt_logprobs"),
+        (COMPLETION, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         (COMPLETION, {"suffix": "x"}, "suffix"),
     ],
 )
@@ -319,6 +322,31 @@ def test_logprobs_are_asked_for_in_each_routes_way(tokenizer: Tokenizer) -> None
     for asked in (chat(), chat(logprobs=False), completion()):
         assert as_the_conductor_reads(asked, tokenizer).sampling.top_logprobs < 0
         assert "output_log_probs" not in asked.outputs
+
+
+def test_logprobs_of_the_prompt_are_asked_for_by_two_fields(tokenizer: Tokenizer) -> None:
+    for asked, top in (
+        (chat(prompt_logprobs=0), 0),
+        (completion(prompt_logprobs=3), 3),
+        (completion(echo=True, logprobs=2), 2),
+        (completion(echo=True, logprobs=2, prompt_logprobs=4), 4),
+        (completion(echo=True, logprobs=5, prompt_logprobs=1), 5),
+    ):
+        assert as_the_conductor_reads(asked, tokenizer).sampling.prompt_logprobs == top
+        assert set(asked.outputs) >= set(tensors.PROMPT_OUTPUTS)
+    for asked in (chat(logprobs=True), completion(logprobs=2), completion(echo=True)):
+        assert as_the_conductor_reads(asked, tokenizer).sampling.prompt_logprobs < 0
+        assert not set(asked.outputs) & set(tensors.PROMPT_OUTPUTS)
+    refusal = refusal_of(
+        "invalid_request: prompt_logprobs is not supported by a pipeline group of workers",
+        completion(echo=True, logprobs=1).names,
+    )
+    assert (refusal.status, refusal.param) == (400, "echo")
+
+
+def test_a_completion_without_tokens_is_one_token_for_the_conductor(tokenizer: Tokenizer) -> None:
+    read = as_the_conductor_reads(completion(max_tokens=0), tokenizer)
+    assert read.sampling.max_tokens == 1
 
 
 def test_a_response_format_is_the_conductors_schema(tokenizer: Tokenizer) -> None:
@@ -445,6 +473,12 @@ LONG = "word " * 50_000
         (COMPLETION, {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
         (COMPLETION, {"repetition_penalty": -1}, "repetition_penalty"),
         (CHAT, {"tenant": "x" * 300}, "tenant"),
+        (CHAT, {"prompt_logprobs": 21}, "prompt_logprobs"),
+        (COMPLETION, {"prompt_logprobs": -1}, "prompt_logprobs"),
+        (COMPLETION, {"prompt_logprobs": -1, "echo": True, "logprobs": 1}, "prompt_logprobs"),
+        (COMPLETION, {"echo": True, "logprobs": 21}, "logprobs"),
+        (COMPLETION, {"echo": True, "logprobs": -1}, "logprobs"),
+        (CHAT, {"max_tokens": 0}, "max_tokens"),
     ],
 )
 def test_what_the_conductor_refuses_names_the_clients_field(

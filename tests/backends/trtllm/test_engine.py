@@ -141,6 +141,8 @@ def test_a_schema_is_translated_where_its_grammar_sees_the_whole_answer(fake_pac
             made.sampling(guided, 0, 1)
         with pytest.raises(InvalidRequest, match="say no logprobs"):
             made.sampling(SamplingParams(max_tokens=3, top_logprobs=0), 0, 1)
+        with pytest.raises(InvalidRequest, match=r"^prompt_logprobs is not supported by"):
+            made.sampling(SamplingParams(max_tokens=3, prompt_logprobs=0), 0, 1)
         made.close()
 
 

@@ -154,7 +154,7 @@ class DecodeGraphs:
         self._is_off = False
 
     def serves(self, batch: Sequence[Work]) -> bool:
-        is_decode = all(len(sequence.token_ids) == 1 for sequence in batch)
+        is_decode = all(len(each.token_ids) == 1 and each.scores is None for each in batch)
         return is_decode and len(batch) <= BATCHES[-1] and not self._is_off
 
     @torch.inference_mode()

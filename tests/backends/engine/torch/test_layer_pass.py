@@ -9,6 +9,7 @@ import pytest
 
 from backends.engine.interface import Work
 from backends.engine.torch.torch_engine import TorchEngine
+from backends.token_logprobs import PromptScores
 from bench.harness.random_checkpoint import LlamaShape, make_llama
 
 BLOCK_TOKENS, CHUNK_TOKENS, PAGES = 64, 128, 40
@@ -56,6 +57,25 @@ def test_logits_and_kv_are_those_of_the_prompt_computed_chunk_by_chunk(
         here = cells[np.array(rings) * size + layer % size]
         assert np.array_equal(here[:whole], right[:whole, layer]), f"layer {layer}"
     assert last is not None and np.array_equal(last, logits[-1][0])
+
+
+@pytest.mark.parametrize("layers", [2, 7])
+def test_logprobs_of_the_prompt_are_those_of_chunks(layers: int, tmp_path: Path) -> None:
+    engine, tokens = engine_of(tmp_path, layers, 5), 700
+    ids = np.random.default_rng(5).integers(3, 2000, tokens)
+    blocks = -(-tokens // BLOCK_TOKENS)
+    assert engine.rings is not None
+    rings = engine.rings.in_pages(range(engine.rings.pages_for(blocks)), blocks)
+    found, right = (PromptScores(ids.astype(np.int32), 3) for _ in range(2))
+    passing = engine.begin_pass(ids.tolist(), 0, rings, found)
+    chunks = [(at, min(CHUNK_TOKENS, tokens - at)) for at in range(0, tokens, CHUNK_TOKENS)]
+    for layer in range(layers):
+        for start, count in chunks:
+            passing.compute(layer, start, count)
+    for start, count in chunks:
+        token_ids = ids[start : start + count].tolist()
+        engine.forward([Work(token_ids, start, range(blocks), right)])
+    assert (right.log_probs[1:] < 0).all() and found.packed() == right.packed()
 
 
 def test_a_stage_of_a_pipeline_has_no_rings(tmp_path: Path) -> None:
