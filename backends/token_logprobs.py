@@ -59,11 +59,11 @@ def token_logprobs(logits: NDArray[Any], token_id: int, top: int) -> TokenLogpro
     """Logprobs of a token and of the `top` best tokens. Of equal logits, the lowest id is best."""
     below = logits.astype(np.float64) - float(logits.max())
     below -= np.log(np.exp(below).sum())
-    best = _best(logits, min(top, len(logits))).tolist() if top > 0 else []
+    best = best_ids(logits, min(top, len(logits))).tolist() if top > 0 else []
     return TokenLogprobs(float(below[token_id]), tuple(best), tuple(below[best].tolist()))
 
 
-def _best(logits: NDArray[Any], few: int) -> NDArray[np.intp]:
+def best_ids(logits: NDArray[Any], few: int) -> NDArray[np.intp]:
     """The ids of the `few` largest logits. Partitioning all logits would take a millisecond.
 
     The vocabulary is divided into parts. The `few`-th largest of the parts' maxima is a lower bound

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from backends.engine.torch.gpu.staging import fetched
-from backends.token_logprobs import PromptScores
+from backends.token_logprobs import PromptScores, best_ids
 
 PART_SCALARS = 4 * 2**20  # logits of a part; float32: 16 MiB, float64: 32 MiB
 
@@ -53,17 +54,25 @@ def _scored(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(logprobs, best ids, their logprobs, ranks) of logits [rows, vocabulary]."""
     own = logits.gather(1, targets[:, None])
-    ranks = (logits > own).sum(1) + 1
+    ranks = torch.count_nonzero(logits > own, 1) + 1
     log_probs = torch.log_softmax(logits.double(), 1)
     best = _best(logits, top)
     return log_probs.gather(1, targets[:, None])[:, 0], best, log_probs.gather(1, best), ranks
 
 
 def _best(logits: torch.Tensor, top: int) -> torch.Tensor:
-    """Ids [rows, top] of the largest logits. `topk` of the logits has no order of equal ones, so
-    the logits are made integers of the same order, with the id in the lower 32 bits."""
+    """Ids [rows, top] of the largest logits, best first."""
     if top == 0:
         return logits.new_empty((len(logits), 0), dtype=torch.int64)
+    if logits.is_cuda:
+        return _best_by_keys(logits, top)
+    return torch.from_numpy(np.stack([best_ids(row, top) for row in logits.numpy()]))
+
+
+def _best_by_keys(logits: torch.Tensor, top: int) -> torch.Tensor:
+    """`_best` without a loop. torch's `topk` has no order of equal values, so the logits become
+    integers of the same order, with the id in the lower 32 bits. On a CPU it takes 5 times as long.
+    """
     bits = (logits + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
     in_order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
     ids = torch.arange(logits.shape[1], device=logits.device)

@@ -165,8 +165,9 @@ def plan_step(
     if not is_decode_only:
         extra_rows = (0, rounded_rows(tokens) - tokens)
         token_ids, positions = np.pad(token_ids, extra_rows), np.pad(positions, extra_rows)
-    last_rows, scored = _last_rows(sequences, counts)
-    has_last_rows = bool(scored) or not is_decode_only
+    last_rows, scored = None, []
+    if not is_decode_only or any(sequence.scores is not None for sequence in sequences):
+        last_rows, scored = _last_rows(sequences, counts)
     plan = StepPlan(
         tokens=tokens,
         token_ids=staging.put(token_ids),
@@ -177,7 +178,7 @@ def plan_step(
         prefills=spans,
         query_tokens=decodes + rest,
         seen=seen,
-        last_rows=staging.put(last_rows) if has_last_rows else None,
+        last_rows=None if last_rows is None else staging.put(last_rows),
         scored=scored,
         order=None if order == list(range(len(batch))) else order,
         pages=pages,

@@ -166,6 +166,7 @@ def test_the_best_are_those_of_a_sorted_vocabulary(values: int, seed: int) -> No
     targets = chance.integers(0, 500, 9)
     tensors = torch.from_numpy(logits), torch.from_numpy(targets)
     log_probs, top_ids, top_log_probs, ranks = scoring._scored(*tensors, 20)
+    assert torch.equal(scoring._best_by_keys(tensors[0], 20), top_ids)
     for row, target in enumerate(targets.tolist()):
         right = token_logprobs(logits[row], target, 20)
         assert tuple(top_ids[row].tolist()) == right.top_ids
