@@ -15,7 +15,7 @@ import numpy as np
 from backends.frontend.cluster_view import Served
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest, RequestLimits
-from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS, string_tensor
+from backends.tensors import OF_LOGPROBS, OUTPUTS, SENT_IF_NAMED, string_tensor
 from backends.text.text_stream import OutputDelta, merge
 
 
@@ -34,14 +34,15 @@ class StreamedAnswer:
     """One response per message."""
 
     def __init__(self, request: ClientRequest, client: ReplyStream) -> None:
-        self._prompt_tokens = len(request.prompt_ids)
+        self._prompt_ids, self._prompt_tokens = request.prompt_ids, len(request.prompt_ids)
         self._client = client
         self._names = names_sent(client.outputs, not_sent(request))
 
     def add(self, message: Send) -> None:
-        self._client.send(
-            outputs(message, self._prompt_tokens, self._names), bool(message.finish_reason)
-        )
+        found = outputs(message, self._prompt_tokens, self._names)
+        if "prompt_ids" in found:
+            found["prompt_ids"], self._prompt_ids = self._prompt_ids, self._prompt_ids[:0]
+        self._client.send(found, bool(message.finish_reason))
 
     def finish(self) -> None:
         self._client.finish()
@@ -70,7 +71,10 @@ class WholeAnswer:
         output_tokens = sum(each.output_tokens for each in self._messages)
         message = Send(whole, output_tokens, last.finish_reason, last.cached_tokens, fields)
         names = names_sent(self._client.outputs, not_sent(request))
-        self._client.send(outputs(message, len(request.prompt_ids), names), is_final=True)
+        found = outputs(message, len(request.prompt_ids), names)
+        if "prompt_ids" in found:
+            found["prompt_ids"] = request.prompt_ids
+        self._client.send(found, is_final=True)
 
 
 def with_prompt(request: ClientRequest, delta: OutputDelta) -> OutputDelta:
@@ -87,7 +91,7 @@ def with_prompt(request: ClientRequest, delta: OutputDelta) -> OutputDelta:
 
 def not_sent(request: ClientRequest) -> Set[str]:
     """Outputs that a client does not get if it names no outputs."""
-    left_out = set(FOR_POSTPROCESSING)
+    left_out = set(SENT_IF_NAMED)
     if not request.wants_decision:
         left_out.add("decision")
     if not request.sampling.wants_logprobs:
@@ -109,12 +113,13 @@ def names_sent(asked: frozenset[str], left_out: Set[str]) -> tuple[str, ...]:
 
 
 EMPTY = string_tensor(b"")
-ZERO = np.zeros(1, np.int32)
+ZERO, NO_IDS = np.zeros(1, np.int32), np.zeros(0, np.int32)
 
 # name of an output -> function of (message, tokens of the prompt) that makes the output's value
 _VALUES: dict[str, Callable[[Send, int], np.ndarray]] = {
     "text_output": lambda message, _: string_tensor(message.delta.text.encode()),
     "output_ids": lambda message, _: np.array(message.delta.token_ids, np.int32),
+    "prompt_ids": lambda *_: NO_IDS,  # replaced in the first response
     "context_ids": lambda message, _: np.array(message.delta.context_ids, np.int32),
     "text_cut_bytes": lambda message, _: np.array([message.delta.cut_bytes], np.int32),
     "num_input_tokens": lambda _, prompt_tokens: np.array([prompt_tokens], np.int32),
@@ -171,5 +176,5 @@ def described(facts: Mapping[str, object], asked: frozenset[str]) -> dict[str, n
     """A response with `facts` as JSON in text_output."""
     text = msgspec.json.encode(facts).decode()
     message = Send(OutputDelta((), text), 0, "described", 0)
-    left_out = FOR_POSTPROCESSING | OF_LOGPROBS | {"decision"}
+    left_out = SENT_IF_NAMED | OF_LOGPROBS | {"decision"}
     return outputs(message, 0, names_sent(asked, left_out))

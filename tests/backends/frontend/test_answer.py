@@ -10,7 +10,7 @@ import numpy as np
 from backends.frontend.answer import StreamedAnswer, WholeAnswer, names_sent, not_sent
 from backends.frontend.lifecycle.events import Send
 from backends.frontend.request import ClientRequest
-from backends.tensors import FOR_POSTPROCESSING, OF_LOGPROBS, OUTPUTS
+from backends.tensors import OF_LOGPROBS, OUTPUTS, SENT_IF_NAMED
 from backends.text.text_stream import OutputDelta
 from tests.backends.asking import ask
 
@@ -43,7 +43,7 @@ def request(**inputs: object) -> ClientRequest:
 
 
 def test_asking_for_nothing_gets_everything_but_what_only_postprocessing_needs() -> None:
-    nobody_wants = FOR_POSTPROCESSING | {"decision"} | OF_LOGPROBS
+    nobody_wants = SENT_IF_NAMED | {"decision"} | OF_LOGPROBS
     assert set(names_sent(ALL, not_sent(request()))) == ALL - nobody_wants
     with_decision = not_sent(request(return_decision=True))
     assert set(names_sent(ALL, with_decision)) == ALL - nobody_wants | {"decision"}
@@ -67,6 +67,18 @@ def test_a_streamed_answer_is_one_response_per_message_with_what_was_asked() -> 
     assert first["output_ids"].tolist() == [5] and last["output_ids"].tolist() == [6, 7]
     assert first["finish_reason"][0] == b"" and last["finish_reason"][0] == b"length"
     assert last["num_output_tokens"].tolist() == [2]
+
+
+def test_the_ids_of_the_prompt_are_in_the_first_response_if_they_are_named() -> None:
+    asked = request(input_ids=[8, 9], stream=True)
+    client = Listener(frozenset({"output_ids", "prompt_ids"}))
+    streamed, whole = StreamedAnswer(asked, client), WholeAnswer(asked, client)
+    for message in messages():
+        streamed.add(message)
+        whole.add(message)
+    whole.finish()
+    assert [sent["prompt_ids"].tolist() for sent, _ in client.sent] == [[8, 9], [], [8, 9]]
+    assert {sent["prompt_ids"].dtype for sent, _ in client.sent} == {np.dtype(np.int32)}
 
 
 def test_a_whole_answer_puts_all_messages_and_both_halves_of_the_decision_together() -> None:

@@ -332,7 +332,7 @@ def test_a_response_format_is_the_conductors_schema(tokenizer: Tokenizer) -> Non
     asked = chat(response_format=named)
     assert json.loads(asked.inputs["guided_json"]) == schema
     assert list(json.loads(asked.inputs["guided_json"])["properties"]) == ["b", "a"], "their order"
-    assert as_the_conductor_reads(asked, tokenizer).sampling.guided_json
+    assert as_the_conductor_reads(asked, tokenizer).sampling.guide
     asked = completion(response_format={"type": "json_object"})
     assert json.loads(asked.inputs["guided_json"]) == {"type": "object"}
     assert chat(response_format={"type": "text"}) == chat()
