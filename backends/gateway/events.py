@@ -28,6 +28,7 @@ from backends.text.tool_calls.parser import CallPart, Part
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 EVENT_END = b"}\n\n"
+REASON = b',"finish_reason":'
 # The conductor's finish reason -> OpenAI's.
 FINISH_REASONS = {"stop_word": "stop", "end_id": "stop", "length": "length"}
 OBJECTS = {
@@ -47,6 +48,8 @@ class AnswerPiece(NamedTuple):
     cached_tokens: int = 0
     logprobs: PieceLogprobs | None = None
     decision: bytes = b""  # JSON of the routing decision; b"" in most pieces, and if not requested
+    token_ids: list[int] | None = None  # of this message; None unless requested, as prompt_ids
+    prompt_ids: list[int] | None = None  # [] after the first message
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,7 @@ class EventStream:
         self._includes_usage = includes_usage
         self._output_tokens = self._cached_tokens = self._prompt_tokens = 0
         self._is_chat = facts.route == CHAT
+        self._prompt_ids = b""  # in the first event of a chat, and in its first choice otherwise
         head = {
             "id": facts.answer_id,
             "object": OBJECTS[facts.route][0],
@@ -96,7 +100,7 @@ class EventStream:
         closing = b"}" if self._is_chat else b""
         # As in OpenAI's streams, the token counts are null except in the last event.
         no_usage = b',"usage":null' if includes_usage else b""
-        self._between = closing + b',"logprobs":null,"finish_reason":'
+        self._between = closing + b',"logprobs":null' + REASON
         self._end = b"}]" + no_usage + EVENT_END
         self._counts_each_event = facts.counts_each_event
 
@@ -105,7 +109,8 @@ class EventStream:
         if not self._is_chat:
             return b""
         choice = b'{"index":0,"delta":{"role":"assistant","content":""'
-        return self._head + choice + self._between + b"null" + self._end
+        end = self._end.removesuffix(EVENT_END) + self._prompt_ids + EVENT_END
+        return self._head + choice + self._between + b"null" + end
 
     def event(self, piece: AnswerPiece) -> bytes:
         self._output_tokens += piece.output_tokens
@@ -113,6 +118,12 @@ class EventStream:
         if self._logprobs is not None and piece.logprobs is not None:
             logprobs = encode(self._logprobs.add(piece.logprobs))
             between = between.replace(b"null", logprobs, 1)
+        if piece.token_ids is not None:
+            between = between.removesuffix(REASON) + b',"token_ids":' + encode(piece.token_ids)
+            if piece.prompt_ids:
+                self._prompt_ids = b',"prompt_token_ids":' + encode(piece.prompt_ids)
+                between += b"" if self._is_chat else self._prompt_ids
+            between += REASON
         if self._counts_each_event or piece.finish_reason:
             self._prompt_tokens, self._cached_tokens = piece.prompt_tokens, piece.cached_tokens
         if self._counts_each_event:
@@ -233,6 +244,8 @@ def whole(
         choice["text"] = text
     has_calls = calls is not None and "tool_calls" in message
     choice |= {"logprobs": of_tokens, "finish_reason": _reason(last, has_calls)}
+    if last.token_ids is not None:
+        choice["token_ids"] = [each for piece in pieces for each in piece.token_ids or ()]
     output_tokens = sum(piece.output_tokens for piece in pieces)
     answer = {
         "id": facts.answer_id,
@@ -242,6 +255,8 @@ def whole(
         "choices": [choice],
         "usage": usage(last.prompt_tokens, output_tokens, last.cached_tokens),
     }
+    if pieces[0].prompt_ids is not None:
+        (answer if facts.route == CHAT else choice)["prompt_token_ids"] = pieces[0].prompt_ids
     if last.decision:
         answer["decision"] = msgspec.Raw(last.decision)
     return encode(answer)

@@ -20,7 +20,13 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.errors import CONTEXT_EXCEEDED
 from backends.gateway.events import AnswerPiece
-from backends.gateway.infer_request import COUNTS, MODEL, NAME_OF_TENSOR, describe_request
+from backends.gateway.infer_request import (
+    COUNTS,
+    MODEL,
+    NAME_OF_TENSOR,
+    TOKEN_IDS,
+    describe_request,
+)
 from backends.gateway.logprobs import PieceLogprobs
 from backends.gateway.tool_use import BY_TEMPLATE
 from backends.statuses import HttpRefusal, of_message, unavailable
@@ -167,10 +173,13 @@ def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     logprobs = _logprobs(raw) if "output_log_probs" in raw else None
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
     decision = raw["decision"][4:] if "decision" in raw else b""
+    ids: list[Any] = [None, None]
+    if "prompt_ids" in raw:
+        ids = [np.frombuffer(raw[name], np.int32).tolist() for name in TOKEN_IDS]
     if COUNTS[0] not in raw:
-        return AnswerPiece(text, reason, logprobs=logprobs, decision=decision)
+        return AnswerPiece(text, reason, 0, 0, 0, logprobs, decision, *ids)
     output, prompt, cached = (int.from_bytes(raw[name], "little", signed=True) for name in COUNTS)
-    return AnswerPiece(text, reason, output, prompt, cached, logprobs, decision)
+    return AnswerPiece(text, reason, output, prompt, cached, logprobs, decision, *ids)
 
 
 def _logprobs(raw: Mapping[str, bytes]) -> PieceLogprobs:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from backends.gateway import prompts
+from backends.gateway import prompts, structured_outputs
 from backends.gateway.fields import CHAT, COMPLETION, FIELDS, Reader, bad_field, read
+from backends.gateway.structured_outputs import AnswerForm, only_form
 from backends.gateway.tool_use import ToolUse, read_choice, tool_use
+from backends.tensors import JSON_SCHEMA
 
 MODEL = "conductor"
 TEMPERATURE = 1.0  # OpenAI's default
+OF_TOOLS = "tools"  # field of the form of forced calls
 NEVER_ENDS = -1  # value of `end_id` that no token has, so that no token ends the answer
 NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "text_input": "prompt",
@@ -33,7 +36,9 @@ NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "request_priority": "priority",
     "return_log_probs": "logprobs",
     "top_logprobs": "top_logprobs",
-    "guided_json": "response_format",
+    "sampling_parameters": "logit_bias",
+    "logit_bias": "logit_bias",
+    "cache_salt": "cache_salt",
     "tools": "tools",
     "chat_template_kwargs": "chat_template_kwargs",
 }
@@ -42,12 +47,14 @@ READERS: Mapping[str, Reader] = {  # kind of a field -> its reader
     "prompt": prompts.read_prompt,
     "tools": prompts.read_tools,
     "tool_choice": read_choice,
+    **structured_outputs.READERS,
 }
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 TYPE_OF_KIND = {"integer": "INT32", "number": "FP32", "temperature": "FP32"}
 # A request names only the outputs that it needs, because each output costs time.
 OUTPUTS = ("text_output", "finish_reason")
 LOGPROBS = ("output_ids", "output_log_probs", "top_token_ids", "top_log_probs")
+TOKEN_IDS = ("output_ids", "prompt_ids")
 COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
 
 
@@ -66,6 +73,7 @@ class GatewayRequest:
     # Tensor -> name of the client's field, where it differs from NAME_OF_TENSOR; for errors.
     names: Mapping[str, str] = field(default_factory=dict)
     tools: ToolUse | None = None  # None: the answer has no calls
+    returns_token_ids: bool = False
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -73,7 +81,16 @@ class GatewayRequest:
         found = OUTPUTS + COUNTS if wants_counts else OUTPUTS
         if self.inputs.get("return_decision"):
             found += ("decision",)
-        return found + LOGPROBS if self.wants_logprobs else found
+        if self.returns_token_ids:
+            found += TOKEN_IDS
+        return tuple(dict.fromkeys(found + LOGPROBS)) if self.wants_logprobs else found
+
+    def of_form(self, form: AnswerForm | None) -> GatewayRequest:
+        """The request for an answer of this form."""
+        if form is None:
+            return self
+        names = {**self.names, **dict.fromkeys(form.inputs, form.field)}
+        return replace(self, inputs={**self.inputs, **form.inputs}, names=names)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -108,21 +125,16 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     if given.get("ignore_eos"):
         inputs["end_id"] = NEVER_ENDS
     inputs |= _logprobs(route, given)
-    if schema := given.get("response_format", ""):
-        inputs["guided_json"] = schema
-    if tools is not None and (calls_schema := tools.schema()):
-        if schema:
-            what = "response_format and a forced call exclude each other; send one of them"
-            raise bad_field("response_format", what)
-        inputs["guided_json"], names["guided_json"] = calls_schema, "tools"
-    elif schema:
-        tools = None  # the answer follows response_format, so it has no calls
+    if biases := given.get("logit_bias"):
+        inputs["sampling_parameters"] = msgspec.json.encode({"logit_bias": biases})
+    form = _form(given, tools)
+    if form is not None and form.field != OF_TOOLS:
+        tools = None  # an answer of another form has no calls
     inputs["stream"] = is_stream = given.get("stream", False)
     parameters: dict[str, str | int | bool] = {}
     if (timeout_s := given.get("timeout", 0.0)) > 0:
         parameters["timeout_ms"] = max(1, round(timeout_s * 1000))
-    if tenant := given.get("tenant", ""):
-        parameters["tenant"] = tenant
+    parameters |= {name: given[name] for name in ("tenant", "cache_salt") if given.get(name)}
     if (priority := given.get("priority", 0)) != 0:
         parameters["request_priority"] = priority
     options = given.get("stream_options", {})
@@ -140,7 +152,18 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         parameters=parameters,
         names=names,
         tools=tools,
-    )
+        returns_token_ids=given.get("return_token_ids", False),
+    ).of_form(form)
+
+
+def _form(given: Mapping[str, Any], tools: ToolUse | None) -> AnswerForm | None:
+    """The form that the answer must have. Raises HttpRefusal if the request asks for several."""
+    form = only_form(each for each in given.values() if isinstance(each, AnswerForm))
+    schema = tools.schema() if tools is not None else ""
+    if schema and form is not None:
+        what = f"{form.field} and a forced call exclude each other; send one of them"
+        raise bad_field(form.field, what)
+    return AnswerForm(OF_TOOLS, JSON_SCHEMA, schema) if schema else form
 
 
 def _prompt(route: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,9 +200,13 @@ TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in
     "messages": "BYTES",
     "stop_words": "BYTES",
     "guided_json": "BYTES",
+    "guided_decoding_guide_type": "BYTES",
+    "guided_decoding_guide": "BYTES",
+    "sampling_parameters": "BYTES",
     "tools": "BYTES",
     "chat_template_kwargs": "BYTES",
     "skip_special_tokens": "BOOL",
+    "add_special_tokens": "BOOL",
     "stop_token_ids": "INT32",
     "input_ids": "INT32",
     "seed": "UINT64",

@@ -30,7 +30,7 @@ TOKEN_TEXT = " word"
 PIECE_CHARACTERS = 5
 TOKENS_DEFAULT = 8
 BROKEN_AFTER = 3
-TOKEN_ID, LOG_PROB = 261, -0.5
+TOKEN_ID, LOG_PROB, PROMPT_TOKENS = 261, -0.5, 5
 DECISION = '{"prefill":"prefill_0","decode":"decode_0"}'
 FACTS = {"block_tokens": 64, "context_tokens_max": 8_192, "vocabulary_tokens": 2_048}
 
@@ -122,14 +122,14 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
                 yield response(outputs, *message, top)
             return
         if not said.get("stream", b"\0")[0]:
-            yield response(outputs, TOKEN_TEXT * tokens, "length", tokens, top)
+            yield response(outputs, TOKEN_TEXT * tokens, "length", tokens, top, PROMPT_TOKENS)
             return
         plain = response(outputs, TOKEN_TEXT, "", 1, top)
         for number in range(tokens - 1):
             if verb == "break" and number == BROKEN_AFTER:
                 yield service_pb2.ModelStreamInferResponse(error_message=words)
                 return
-            yield plain
+            yield plain if number else response(outputs, TOKEN_TEXT, "", 1, top, PROMPT_TOKENS)
             if self.interval_s:
                 await asyncio.sleep(self.interval_s)
         yield response(outputs, TOKEN_TEXT, "length", 1, top)
@@ -145,15 +145,16 @@ def _said(words: str, tokens_max: int) -> list[tuple[str, str, int]]:
 
 
 def response(
-    outputs: list[str], text: str, finish_reason: str, tokens: int, top: int
+    outputs: list[str], text: str, finish_reason: str, tokens: int, top: int, prompt: int = 0
 ) -> service_pb2.ModelStreamInferResponse:
     values = {
         "text_output": ("BYTES", _string(text)),
         "finish_reason": ("BYTES", _string(finish_reason)),
         "num_output_tokens": ("INT32", struct.pack("<i", tokens)),
-        "num_input_tokens": ("INT32", struct.pack("<i", 5)),
+        "num_input_tokens": ("INT32", struct.pack("<i", PROMPT_TOKENS)),
         "cached_tokens": ("INT32", struct.pack("<i", 2)),
         "decision": ("BYTES", _string(DECISION if finish_reason else "")),
+        "prompt_ids": ("INT32", struct.pack("<i", TOKEN_ID) * prompt),
         "output_ids": ("INT32", struct.pack("<i", TOKEN_ID) * tokens),
         "output_log_probs": ("FP32", struct.pack("<f", LOG_PROB) * tokens),
         "top_token_ids": ("INT32", struct.pack("<i", TOKEN_ID) * (tokens * top)),
