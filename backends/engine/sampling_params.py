@@ -144,15 +144,14 @@ def _guided(params: SamplingParams) -> Iterator[str]:
 def _biases(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
     if len(params.logit_bias) > LOGIT_BIASES_MAX:
         yield f"logit_bias has {len(params.logit_bias):,} tokens; send at most {LOGIT_BIASES_MAX:,}"
-        return
-    for token_id, bias in params.logit_bias:
+    for token_id, bias in params.logit_bias[:LOGIT_BIASES_MAX]:
         if not 0 <= token_id < limits.vocabulary_tokens:
             last = limits.vocabulary_tokens - 1
             yield f"logit_bias has token {token_id}, outside the vocabulary; use 0 to {last}"
             return
-        if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
-            least, most = -LOGIT_BIAS_MAX, LOGIT_BIAS_MAX
-            yield f"logit_bias of token {token_id} is {bias}; use {least:g} to {most:g}"
+        if not abs(bias) <= LOGIT_BIAS_MAX:
+            most = LOGIT_BIAS_MAX
+            yield f"logit_bias of token {token_id} is {bias}; use {-most:g} to {most:g}"
             return
 
 

@@ -62,6 +62,13 @@ IGNORED = {
     "request_id": "text",  # the header X-Request-Id names a request
     "session_id": "text",
 }
+# Keys of structured_outputs that vLLM's older fields `guided_KEY` have too -> their schemas.
+GUIDES: dict[str, dict[str, Any]] = {
+    "json": {"type": ["object", "string"]},
+    "regex": {"type": "string", "minLength": 1},
+    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    "grammar": {"type": "string", "minLength": 1},
+}
 FIELDS = (
     Field("model", "text", "name of the model, as in /v1/models"),
     Field("messages", "messages", "the conversation so far", routes=(CHAT,)),
@@ -144,10 +151,7 @@ FIELDS = (
     ),
     Field("response_format", "format", "json_schema: the answer follows the schema; json_object"),
     Field("structured_outputs", "guide", "json, regex, choice, grammar or json_object: its form"),
-    Field("guided_json", "guided_json", "older name of structured_outputs.json"),
-    Field("guided_regex", "guided_regex", "older name of structured_outputs.regex"),
-    Field("guided_choice", "guided_choice", "older name of structured_outputs.choice"),
-    Field("guided_grammar", "guided_grammar", "older name of structured_outputs.grammar"),
+    *(Field(f"guided_{key}", f"guided_{key}", f"structured_outputs.{key}") for key in GUIDES),
     Field("logit_bias", "logit_bias", "token id -> number that is added to its logit"),
     Field("stream", "flag", "send server-sent events"),
     Field(
@@ -283,21 +287,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
     "guide": {
         "type": ["object", "null"],
-        "properties": {
-            "json": {"type": ["object", "string"]},
-            "regex": {"type": "string", "minLength": 1},
-            "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
-            "grammar": {"type": "string", "minLength": 1},
-            "json_object": {"const": True},
-        },
+        "properties": {**GUIDES, "json_object": {"const": True}},
         "minProperties": 1,
         "maxProperties": 1,
         "additionalProperties": False,
     },
-    "guided_json": {"type": ["object", "string", "null"]},
-    "guided_regex": {"type": ["string", "null"], "minLength": 1},
-    "guided_choice": {"type": ["array", "null"], "items": {"type": "string"}, "minItems": 1},
-    "guided_grammar": {"type": ["string", "null"], "minLength": 1},
+    **{f"guided_{key}": {"anyOf": [{"type": "null"}, each]} for key, each in GUIDES.items()},
     "logit_bias": {
         "type": ["object", "null"],
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},

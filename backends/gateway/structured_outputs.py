@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from backends.gateway.fields import Reader, as_object, as_text, bad_field, shown
+from backends.gateway.fields import GUIDES, Reader, as_object, as_text, bad_field, shown
 from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX
 from backends.text.closed_schema import CLOSED_BYTES_MAX, closed
 
@@ -132,10 +132,8 @@ _KINDS: Mapping[str, tuple[str, Callable[[str, Any], str]]] = {
     "grammar": (GRAMMAR, as_text),
     "json_object": (JSON_SCHEMA, _any_object),
 }
-READERS: Mapping[str, Reader] = (
-    {  # kind of a field -> its reader
-        "format": read_format,
-        "guide": read_structured,
-    }
-    | {f"guided_{key}": partial(_read, key, f"guided_{key}") for key in [*_KINDS][:4]}
-)
+READERS: Mapping[str, Reader] = {  # kind of a field -> its reader
+    "format": read_format,
+    "guide": read_structured,
+    **{f"guided_{key}": partial(_read, key, f"guided_{key}") for key in GUIDES},
+}
