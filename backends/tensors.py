@@ -14,6 +14,10 @@ TEXT_BYTES_MAX = 4 * 1024**2  # UTF-8 bytes of a prompt's text, or of all messag
 ANSWERS_MAX = 32  # most answers to one prompt (num_return_sequences)
 # Values of the request parameter `describe`, which the gateway sends in calls of its own.
 CLUSTER, CHARGE = "cluster", "charge"
+# Kinds of a grammar that an answer follows: values of guided_decoding_guide_type in TensorRT-LLM.
+JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "ebnf_grammar"
+STRUCTURAL_TAG = "structural_tag"  # free text in which the parts after a trigger follow a schema
+GUIDE_KINDS = (JSON_SCHEMA, REGEX, GRAMMAR, STRUCTURAL_TAG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ SUPPORTED_INPUTS = (
     Tensor("messages", "STRING"),
     Tensor("tools", "STRING"),
     Tensor("chat_template_kwargs", "STRING"),
+    Tensor("add_special_tokens", "BOOL"),
     Tensor("skip_special_tokens", "BOOL"),
     Tensor("stop_token_ids", "INT32", (-1,)),
     Tensor("max_tokens", "INT32"),
@@ -56,6 +61,8 @@ SUPPORTED_INPUTS = (
     Tensor("top_logprobs", "INT32"),
     Tensor("prompt_logprobs", "INT32"),
     Tensor("guided_json", "STRING"),
+    Tensor("guided_decoding_guide_type", "STRING"),
+    Tensor("guided_decoding_guide", "STRING"),
     Tensor("return_decision", "BOOL"),
     Tensor("return_perf_metrics", "BOOL"),
     Tensor("return_num_input_tokens", "BOOL"),
@@ -78,8 +85,6 @@ UNSUPPORTED_INPUTS = (
     Tensor("lora_task_id", "UINT64", neutral=0),
     Tensor("lora_weights", "FP16", (-1, -1)),
     Tensor("lora_config", "INT32", (-1, 3)),
-    Tensor("guided_decoding_guide_type", "STRING", neutral=b""),
-    Tensor("guided_decoding_guide", "STRING", neutral=b""),
     Tensor("image_input", "FP16", (-1, 3, -1, -1)),
     Tensor("image_url_input", "STRING", neutral=b""),
     Tensor("num_draft_tokens", "INT32", neutral=0),
@@ -113,7 +118,8 @@ FOR_POSTPROCESSING = {"context_ids", "text_cut_bytes"}  # only the model postpro
 # output_log_probs has one value for each token of a response. The other two have as many values
 # for each token as the request's top_logprobs.
 OF_LOGPROBS = {"output_log_probs", "top_token_ids", "top_log_probs"}
-# Only the first response to a request with prompt_logprobs has them; they are empty in all others.
+# Only the first response has them. Without prompt_logprobs, `prompt_ids` is sent if named, and the
+# others are empty.
 PROMPT_OUTPUTS = tuple(output.name for output in OUTPUTS if output.name.startswith("prompt_"))
 
 # Sent without the batch dimension, because clients of TensorRT-LLM read `text_output[0]`.
@@ -124,6 +130,7 @@ PARAMETERS = {
     "request_priority": "int: a request with a priority below 0 is rejected earlier under load",
     "tenant": "string: salts the block keys, so tenants never share KV. If API keys are "
     "configured, only the gateway may set it",
+    "cache_salt": "string: requests share KV only if their salts and tenants are equal",
     "timeout_ms": "int: milliseconds after which the request is ended",
     "id": "string: request id, as in Triton's /generate. A request id outside the parameters wins",
     "traceparent": "string: W3C trace context of the request; an invalid one is ignored",
@@ -151,6 +158,11 @@ def refusals(inputs: dict[str, np.ndarray]) -> list[str]:
             only = "" if neutral is None else f"; leave it out or send {neutral}"
             found.append(f"{tensor.name} is not supported by this server{only}")
     return found
+
+
+def guide_name(kind: str) -> str:
+    """The input that has a grammar of this kind, for errors."""
+    return "guided_json" if kind == JSON_SCHEMA else "guided_decoding_guide"
 
 
 def string_tensor(data: bytes | str) -> np.ndarray:

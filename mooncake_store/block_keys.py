@@ -3,6 +3,7 @@
 key[i] = blake2b-128(tokens of block i, keyed with key[i-1]); key[-1] is the chain's seed. Equal
 keys therefore mean equal prefixes. The seed separates everything that must not be shared: another
 model, dtype or block size (the fingerprint), another LoRA adapter, another tenant (the cache salt).
+A client may add a salt of its own to that of its tenant.
 
 The hash is cryptographic and has 128 bits, because a collision would give a request the KV of
 another request. All tokens of a block are hashed, because hashing only some of them caused wrong
@@ -25,6 +26,7 @@ import numpy as np
 from mooncake_store.errors import RequestInvalid
 
 KEY_BYTES = 16
+SALT_SEPARATOR = "\0"  # between the tenant's salt and the client's in a cache salt
 TOKEN_BYTES = 4  # tokens are hashed as little-endian unsigned 32-bit integers
 
 Tokens = Sequence[int] | np.ndarray[Any, Any]
@@ -55,6 +57,11 @@ def split_keys(packed: bytes) -> tuple[bytes, ...]:
     if rest_bytes:
         raise RequestInvalid(f"{len(packed)} bytes are no whole number of keys of {KEY_BYTES}")
     return struct.unpack(f"{KEY_BYTES}s" * count, packed)
+
+
+def tenant_of(cache_salt: str) -> str:
+    """The salt of the tenant, whose quota counts. The client's own salt is after the separator."""
+    return cache_salt.partition(SALT_SEPARATOR)[0]
 
 
 def chain_seed(fingerprint: str, lora: str = "", cache_salt: str = "") -> bytes:

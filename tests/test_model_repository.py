@@ -74,7 +74,7 @@ def test_the_conductor_declares_the_tensors_of_the_table() -> None:
 def test_the_ensemble_passes_everything_through() -> None:
     config = parsed("ensemble")
     inputs = table(tensors.SUPPORTED_INPUTS + tensors.UNSUPPORTED_INPUTS)
-    for name in ("input_ids", "messages", "tools", "chat_template_kwargs"):
+    for name in ("input_ids", "messages", "tools", "chat_template_kwargs", "add_special_tokens"):
         del inputs[name]  # preprocessing makes the ids, out of text
     del inputs["skip_special_tokens"]  # postprocessing makes the text, without special tokens
     del inputs["prompt_logprobs"]  # five outputs, which would be in each response
@@ -83,7 +83,7 @@ def test_the_ensemble_passes_everything_through() -> None:
     mapped = set(step["conductor"].input_map)
     assert mapped == (set(inputs) - {"text_input"}) | {"input_ids"}
     outputs = {field.name for field in config.output}
-    left_out = {"context_ids", "text_cut_bytes"} | set(tensors.PROMPT_OUTPUTS)
+    left_out = tensors.FOR_POSTPROCESSING | set(tensors.PROMPT_OUTPUTS)
     assert outputs == {row.name for row in tensors.OUTPUTS} - left_out
 
 

@@ -7,17 +7,18 @@ generator's key is the request's seed, and its counter is the token's position i
 
 Steps, in this order, as in transformers' logits processors except where stated:
 
-1. repetition_penalty: for each token id of the prompt or output, once. A positive logit is divided
+1. logit_bias: a number is added to the logit of each listed token id (OpenAI, vLLM).
+2. repetition_penalty: for each token id of the prompt or output, once. A positive logit is divided
    by the penalty, and a negative logit is multiplied by it (transformers, vLLM).
-2. frequency_penalty, presence_penalty: for token ids of the *output* only. The logit is reduced by
+3. frequency_penalty, presence_penalty: for token ids of the *output* only. The logit is reduced by
    frequency_penalty x count + presence_penalty (OpenAI, vLLM; not in transformers).
-3. min_tokens: end ids are impossible before this many output tokens. Tokens that the grammar
-   matcher of a JSON schema rejects are impossible too.
-4. If temperature is 0 or top_k is 1, the result is the token with the largest logit. Among equal
-   logits, the lowest id is chosen. Steps 5 and 6 are left out.
-5. temperature, top_k (0: off), top_p, min_p, in this order. Where top_k or top_p cuts between equal
+4. min_tokens: end ids are impossible before this many output tokens. Tokens that the grammar
+   matcher rejects are impossible too.
+5. If temperature is 0 or top_k is 1, the result is the token with the largest logit. Among equal
+   logits, the lowest id is chosen. Steps 6 and 7 are left out.
+6. temperature, top_k (0: off), top_p, min_p, in this order. Where top_k or top_p cuts between equal
    logits, the lower ids are kept. vLLM applies min_p before top_p, which matters if both are set.
-6. The kept tokens are put in order of their ids. The token is the first one whose cumulative
+7. The kept tokens are put in order of their ids. The token is the first one whose cumulative
    probability exceeds the random number.
 
 Logprobs are computed from the logits before all steps (token_logprobs.py).
@@ -67,7 +68,7 @@ def largest_rows(
     """The argmax of each row of logits [rows, vocabulary], if `draw` would return just that.
 
     `asked`: (params, position, grammar matcher) of each row. Returns None if any row needs a random
-    number, a penalty, a grammar matcher, logprobs or min_tokens.
+    number, a bias, a penalty, a grammar matcher, logprobs or min_tokens.
     """
     if not all(_is_largest(*each) for each in asked):
         return None
@@ -78,7 +79,7 @@ def largest_rows(
 def _is_largest(params: SamplingParams, position: int, guide: Guide | None) -> bool:
     if guide is not None or not params.is_greedy or params.wants_logprobs:
         return False
-    has_penalty = params.presence_penalty or params.frequency_penalty
+    has_penalty = params.presence_penalty or params.frequency_penalty or params.logit_bias
     if has_penalty or params.repetition_penalty != 1.0:
         return False
     return position >= params.min_tokens or not params.end_ids
@@ -147,10 +148,14 @@ def adjusted_logits(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
 ) -> Floats:
-    """Steps 1 to 3 of this module, without the grammar matcher. Does not change `logits`."""
+    """Steps 1 to 4 of this module, without the grammar matcher. Does not change `logits`."""
     scores = logits
-    if params.repetition_penalty != 1.0:
+    if params.logit_bias:
         scores = scores.copy()
+        token_ids, biases = zip(*params.logit_bias, strict=True)
+        scores[list(token_ids)] += np.array(biases, scores.dtype)
+    if params.repetition_penalty != 1.0:
+        scores = scores.copy() if scores is logits else scores
         seen = np.unique(np.concatenate([_array(prompt_ids), _array(output_ids)]))
         values = scores[seen]
         penalty = scores.dtype.type(params.repetition_penalty)
@@ -167,7 +172,7 @@ def adjusted_logits(
 
 
 def distribution(scores: Floats, params: SamplingParams) -> tuple[Integers, Floats]:
-    """Step 5 of this module: the ids of the kept tokens, ascending, and their probabilities.
+    """Step 6 of this module: the ids of the kept tokens, ascending, and their probabilities.
 
     The probabilities are relative to all tokens that top_k keeps. So their sum may be below 1.
     """

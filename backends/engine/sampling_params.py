@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from backends.errors import CONTEXT_EXCEEDED
+from backends.tensors import GRAMMAR, JSON_SCHEMA, STRUCTURAL_TAG, guide_name
 from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
 
 SEED_MAX = 2**64 - 1
@@ -21,7 +22,10 @@ REPETITION_PENALTY_MIN = 0.01
 REPETITION_PENALTY_MAX = 100.0
 END_IDS_MAX = 64
 STOP_WORDS_MAX = 32
-GUIDED_JSON_BYTES_MAX = 64 * 1024
+GUIDE_BYTES_MAX = 64 * 1024  # of a JSON schema or a regular expression
+GRAMMAR_BYTES_MAX = 16 * 1024
+LOGIT_BIASES_MAX = 1024  # as in vLLM
+LOGIT_BIAS_MAX = 100.0  # absolute value, as in OpenAI's API
 STOP_WORD_BYTES_MAX = 256  # UTF-8 bytes. Text that may begin a stop word is not streamed yet.
 
 
@@ -57,7 +61,10 @@ class SamplingParams:
     # Number of best tokens whose logprobs the client gets besides those of the sampled token.
     top_logprobs: int = NO_LOGPROBS
     prompt_logprobs: int = NO_LOGPROBS  # as `top_logprobs`, of the prompt's tokens
-    guided_json: str = ""  # JSON schema that the output matches; "": none
+    guide: str = ""  # JSON schema, regular expression or grammar of the output; "": none
+    guide_kind: str = JSON_SCHEMA  # one of GUIDE_KINDS
+    # (token id, number from -LOGIT_BIAS_MAX to LOGIT_BIAS_MAX that is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()
     shows_special: bool = False  # True: special tokens have text, but for end ids
 
     @property
@@ -78,8 +85,9 @@ class SamplingParams:
 
     def problems(self, limits: SamplingLimits) -> list[str]:
         """One line for each violated limit; [] if the parameters are valid."""
-        guided = _guided(self) if self.guided_json else ()
-        return [*_length(self, limits), *_numbers(self), *_endings(self, limits), *guided]
+        guided = _guided(self) if self.guide else ()
+        biases = _biases(self, limits) if self.logit_bias else ()
+        return [*_length(self, limits), *_numbers(self), *_endings(self, limits), *guided, *biases]
 
 
 def _length(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
@@ -131,13 +139,31 @@ def _numbers(params: SamplingParams) -> Iterator[str]:
 
 
 def _guided(params: SamplingParams) -> Iterator[str]:
-    size_bytes = len(params.guided_json.encode("utf-8", "surrogatepass"))
-    if size_bytes > GUIDED_JSON_BYTES_MAX:
-        yield f"guided_json has {size_bytes:,} bytes; send at most {GUIDED_JSON_BYTES_MAX:,}"
+    name = guide_name(params.guide_kind)
+    size_bytes = len(params.guide.encode("utf-8", "surrogatepass"))
+    bytes_max = GRAMMAR_BYTES_MAX if params.guide_kind == GRAMMAR else GUIDE_BYTES_MAX
+    if size_bytes > bytes_max:
+        yield f"{name} has {size_bytes:,} bytes; send at most {bytes_max:,}"
+    if params.guide_kind == STRUCTURAL_TAG:
+        return  # such an answer may end after any text outside of a call
     if not params.end_ids:
-        yield "guided_json needs an end token: send no ignore_eos and no end_id -1, or set end_id"
+        yield f"{name} needs an end token: send no ignore_eos and no end_id -1, or set end_id"
     if params.min_tokens:
-        yield "guided_json determines the end of the output: leave out min_tokens"
+        yield f"{name} determines the end of the output: leave out min_tokens"
+
+
+def _biases(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
+    if len(params.logit_bias) > LOGIT_BIASES_MAX:
+        yield f"logit_bias has {len(params.logit_bias):,} tokens; send at most {LOGIT_BIASES_MAX:,}"
+    for token_id, bias in params.logit_bias[:LOGIT_BIASES_MAX]:
+        if not 0 <= token_id < limits.vocabulary_tokens:
+            last = limits.vocabulary_tokens - 1
+            yield f"logit_bias has token {token_id}, outside the vocabulary; use 0 to {last}"
+            return
+        if not abs(bias) <= LOGIT_BIAS_MAX:
+            most = LOGIT_BIAS_MAX
+            yield f"logit_bias of token {token_id} is {bias}; use {-most:g} to {most:g}"
+            return
 
 
 def _endings(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:

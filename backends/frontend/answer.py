@@ -95,6 +95,7 @@ class AnsweredPrompt(NamedTuple):
 
     token_ids: np.ndarray  # int32
     logprobs: PromptLogprobs = PromptLogprobs()
+    is_sent: bool = False  # True in the first response, which alone has the outputs of the prompt
 
 
 class StreamedAnswer:
@@ -113,7 +114,7 @@ class StreamedAnswer:
     def add(self, message: Send) -> None:
         prompt = self._prompt
         if not self._is_begun:
-            prompt = prompt._replace(logprobs=self.prompt_logprobs)
+            prompt = prompt._replace(logprobs=self.prompt_logprobs, is_sent=True)
         self._is_begun = True
         self._client.send(outputs(message, prompt, self._names), bool(message.finish_reason))
 
@@ -146,7 +147,7 @@ class WholeAnswer:
         output_tokens = sum(each.output_tokens for each in self._messages)
         message = Send(whole, output_tokens, last.finish_reason, last.cached_tokens, fields)
         names = names_sent(self._client.outputs, not_sent(request))
-        prompt = AnsweredPrompt(request.prompt_ids, self.prompt_logprobs)
+        prompt = AnsweredPrompt(request.prompt_ids, self.prompt_logprobs, is_sent=True)
         self._client.send(outputs(message, prompt, names), is_final=True)
 
 
@@ -216,7 +217,7 @@ _VALUES: dict[str, Callable[[Send, AnsweredPrompt], np.ndarray]] = {
     "top_log_probs": lambda message, _: _matrix(
         [each.top_log_probs for each in message.delta.logprobs], np.float32
     ),
-    "prompt_ids": lambda _, prompt: prompt.token_ids if prompt.logprobs.ranks else NO_IDS,
+    "prompt_ids": lambda _, prompt: prompt.token_ids if prompt.is_sent else NO_IDS,
     "prompt_log_probs": lambda _, prompt: np.frombuffer(prompt.logprobs.log_probs, np.float32),
     "prompt_ranks": lambda _, prompt: np.frombuffer(prompt.logprobs.ranks, np.int32),
     "prompt_top_token_ids": lambda _, prompt: _rows(prompt, prompt.logprobs.top_ids, np.int32),

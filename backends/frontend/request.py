@@ -34,6 +34,7 @@ from backends.text.chat_template import OWN_VARIABLES
 from backends.text.text_stream import new_text
 from backends.text.tokenizer import Tokenizer
 from backends.text.tool_calls.requests import read_calls, read_functions
+from mooncake_store.block_keys import SALT_SEPARATOR
 
 PARAMETER_CHARACTERS_MAX = 256
 PRIORITY_MAX = 2**31 - 1
@@ -65,7 +66,8 @@ class ClientRequest:
     is_paced: bool  # True: stream_interval was not given, so a response may have more tokens
     wants_decision: bool  # True: the answer has the `decision` output
     includes_prompt: bool  # True: the answer begins with the prompt
-    cache_salt: str  # parameter `tenant`; LiveRequest replaces it if API keys are configured
+    # Parameters `tenant` and `cache_salt`. With API keys, LiveRequest replaces the tenant.
+    cache_salt: str
     priority: int  # parameter `request_priority`, from -PRIORITY_MAX to PRIORITY_MAX
     prefill_worker: str  # name of the pinned worker; "": any worker
     decode_worker: str  # name of the pinned worker; "": any worker
@@ -106,7 +108,7 @@ def parse(
         is_paced=is_paced,
         wants_decision=reader.flag("return_decision"),
         includes_prompt=includes_prompt,
-        cache_salt=options.tenant,
+        cache_salt=options.cache_salt,
         priority=options.priority,
         prefill_worker=options.prefill_worker,
         decode_worker=options.decode_worker,
@@ -185,6 +187,7 @@ def _token_ids(reader: InputReader, source: str, tokenizer: Tokenizer) -> np.nda
     for name in OF_A_CHAT:
         if reader.has(name) and not is_chat:
             reader.note(f"{name} needs messages; the prompt is {source}")
+    adds_special = reader.flag("add_special_tokens") if reader.has("add_special_tokens") else None
     if source == "input_ids":
         values = reader.values(source)
         return np.zeros(0, np.int64) if values is None else values
@@ -194,7 +197,8 @@ def _token_ids(reader: InputReader, source: str, tokenizer: Tokenizer) -> np.nda
         tools, options = _tools(reader), _template_options(reader)
         text = tokenizer.apply_chat(messages, tools, options) if messages else ""
     # Some tokenizers add a BOS token even to an empty text, which would hide the empty prompt.
-    token_ids = tokenizer.encode(text, add_special=not is_chat) if text else []
+    adds_special = not is_chat if adds_special is None else adds_special
+    token_ids = tokenizer.encode(text, add_special=adds_special) if text else []
     return np.array(token_ids, np.int64)
 
 
@@ -299,7 +303,10 @@ class _Options:
         reader.note_some([_unknown(name) for name in parameters if not _is_known(name)])
         self.priority = self._integer("request_priority", PRIORITY_MAX)
         self._text("id")  # only the type is checked, because the frontend makes its own ids
-        self.tenant = self._text("tenant")
+        tenant, salt = self._text("tenant"), self._text("cache_salt")
+        self.cache_salt = f"{tenant}{SALT_SEPARATOR}{salt}" if salt else tenant
+        if SALT_SEPARATOR in tenant:
+            reader.note(f"parameter tenant has {SALT_SEPARATOR!r}; leave it out")
         self._text("tenant_proof")  # only the type is checked: Frontend.submit verified the proof
         self.timeout_ms = self._integer("timeout_ms", TIMEOUT_MS_MAX)
         if self.timeout_ms < 0:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from backends.engine.sampling_params import GUIDED_JSON_BYTES_MAX, SamplingLimits, SamplingParams
+from backends.engine.sampling_params import GUIDE_BYTES_MAX, SamplingLimits, SamplingParams
 from backends.errors import InvalidRequest
 from backends.frontend.inputs import (
     INTEGER_MAX,
@@ -28,6 +28,7 @@ from backends.frontend.inputs import (
     from_json,
     shown,
 )
+from backends.tensors import GUIDE_KINDS, JSON_SCHEMA
 from backends.text import guides
 from backends.text.json_schema import read_schema
 from backends.text.tokenizer import Tokenizer
@@ -41,6 +42,7 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
+ANY_JSON = "json"  # a guided_decoding_guide_type that needs no guide, as in TensorRT-LLM
 NEVER_ENDS = -1  # value of `end_id`: no token ends the answer
 JSON_NAME = "sampling_parameters"
 JSON_BYTES_MAX = 64 * 1024
@@ -66,32 +68,58 @@ def read(
         end_ids = tuple(dict.fromkeys((*end_ids, *stop_ids.tolist())))
     reader.integer("pad_id")  # only the type is checked, because nothing is padded
     words = given.pop("stop", [])
+    kind, guide = _guide(reader)
     params = SamplingParams(
         **given,
         end_ids=end_ids,
         stop_words=() if words == [""] else tuple(words),
         top_logprobs=_top_logprobs(reader),
         prompt_logprobs=_prompt_logprobs(reader),
-        guided_json=reader.text("guided_json", GUIDED_JSON_BYTES_MAX) or "",
+        guide_kind=kind,
+        guide=guide,
         shows_special=reader.has("skip_special_tokens") and not reader.flag("skip_special_tokens"),
     )
     found = params.problems(limits)
-    if params.guided_json and not found:
-        found += guide_problems(tokenizer, params.guided_json, params.end_ids)
+    if guide and not found:
+        found += guide_problems(tokenizer, kind, guide, params.end_ids)
+    if reader.has("guided_decoding_guide") and not reader.has("guided_json"):
+        found = [each.replace("guided_json", "guided_decoding_guide", 1) for each in found]
     reader.problems += found
     return params
 
 
-def guide_problems(tokenizer: Tokenizer, schema: str, end_ids: Sequence[int]) -> Sequence[str]:
-    """Why no worker can constrain an answer to this JSON schema; empty if a worker can.
+def _guide(reader: InputReader) -> tuple[str, str]:
+    """(kind, text) of the grammar that the answer follows; the text is "" if it follows none."""
+    schema = reader.text("guided_json", GUIDE_BYTES_MAX) or ""
+    kind = reader.text("guided_decoding_guide_type", GUIDE_BYTES_MAX) or ""
+    guide = reader.text("guided_decoding_guide", GUIDE_BYTES_MAX) or ""
+    if kind == ANY_JSON:
+        kind, guide = JSON_SCHEMA, "{}"
+    if kind and kind not in GUIDE_KINDS:
+        known = ", ".join((ANY_JSON, *GUIDE_KINDS))
+        reader.note(f"guided_decoding_guide_type is {shown(kind)}; use {known}")
+    elif bool(kind) != bool(guide):
+        reader.note("guided_decoding_guide and guided_decoding_guide_type need each other")
+    elif kind and schema:
+        reader.note("guided_decoding_guide and guided_json exclude each other; send one")
+    elif kind:
+        return kind, guide
+    return JSON_SCHEMA, schema
 
-    Without the optional package of guided decoding, this function checks only the schema's
-    keywords. The prefill worker checks the rest before it computes.
+
+def guide_problems(
+    tokenizer: Tokenizer, kind: str, guide: str, end_ids: Sequence[int]
+) -> list[str]:
+    """Why no worker can constrain an answer to this grammar; empty if a worker can.
+
+    Without the optional package of guided decoding, this function checks only the keywords of a
+    JSON schema. The prefill worker checks the rest before it computes.
     """
     if not guides.is_installed():
-        return [f"guided_json: {problem}" for problem in read_schema(schema)[1]]
+        found = read_schema(guide)[1] if kind == JSON_SCHEMA else []
+        return [f"guided_json: {problem}" for problem in found]
     try:
-        guides.guides_of(tokenizer).guide(schema, end_ids, [])
+        guides.guides_of(tokenizer).guide(guide, end_ids, [], kind)
     except InvalidRequest as error:
         return [str(error)]
     return []
@@ -205,6 +233,12 @@ def _words(value: Any) -> list[str]:
     return [text for text, _ in read if text is not None]
 
 
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict):
+        raise ValueError("send an object")
+    return tuple((_integer(key), _number(bias)) for key, bias in value.items())
+
+
 JSON_KEYS: dict[str, Callable[[Any], Any]] = {
     "max_tokens": _integer,
     "min_tokens": _integer,
@@ -218,4 +252,5 @@ JSON_KEYS: dict[str, Callable[[Any], Any]] = {
     "presence_penalty": _number,
     "frequency_penalty": _number,
     "repetition_penalty": _number,
+    "logit_bias": _biases,
 }

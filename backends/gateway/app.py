@@ -36,7 +36,6 @@ from backends.gateway.events import OBJECTS, AnswerFacts, ChoiceWriter, refusal_
 from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls, ServedModel
 from backends.gateway.gateway_counts import GatewayCounts
-from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.gateway.generation import GenerationResponse
 from backends.gateway.infer_request import GatewayRequest, read_request
 from backends.gateway.logprobs import LogprobsWriter, PromptWriter
@@ -51,6 +50,7 @@ from backends.tenants import GATEWAY, ApiKeys, ApiTenant, tenant_parameters
 from backends.tenants.tenant_labels import without_other_tenants
 from backends.tensors import CHARGE, CLUSTER
 from backends.tracing.export import Tracing
+from backends.tracing.gateway_traces import GatewayTraces, traceparent_in
 from backends.tracing.trace_context import TRACEPARENT
 
 PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
@@ -188,9 +188,11 @@ class Gateway:
                 if found is None:
                     found = await asyncio.to_thread(self._tokenizing.call_format, served)
                 written = found.written
+                form = wanted.tools.strict_form(found.guided)
                 if found.has_hidden_marks and wanted.tools.choice == DEFAULT:
                     inputs = {**wanted.inputs, "skip_special_tokens": False}
                     wanted = replace(wanted, inputs=inputs)
+                wanted = wanted.of_form(form)
             words = None
             if wanted.shows_logprobs or wanted.prompt is not None:
                 words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)

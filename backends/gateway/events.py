@@ -28,6 +28,7 @@ from backends.text.tool_calls.parser import CallPart, Part
 encode = msgspec.json.encode
 DONE = b"data: [DONE]\n\n"
 EVENT_END = b"}\n\n"
+REASON = b',"finish_reason":'
 # The conductor's finish reason -> OpenAI's.
 FINISH_REASONS = {"stop_word": "stop", "end_id": "stop", "length": "length"}
 OBJECTS = {
@@ -49,6 +50,8 @@ class AnswerPiece(NamedTuple):
     decision: bytes = b""  # JSON of the routing decision; b"" in most pieces, and if not requested
     index: int = 0  # of its answer, among all answers of the request
     prompt_logprobs: bytes = b""  # JSON, in the first piece of an answer; b"": not requested
+    token_ids: list[int] | None = None  # of this message; None unless requested, as prompt_ids
+    prompt_ids: list[int] | None = None  # [] after the first message of an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class ChoiceWriter:
     calls: CallReader | None = None  # None: the answer has no calls
     has_calls: bool = False  # True once a part of a call was written
     is_begun: bool = False  # True once an event was written
+    prompt_ids: bytes = b""  # for the first event of a chat; b"": not requested
     before: bytes = b""  # constant bytes of an event before the text, as the next one
     before_delta: bytes = b""
 
@@ -112,7 +116,7 @@ class EventStream:
         closing = b"}" if self._is_chat else b""
         # As in OpenAI's streams, the token counts are null except in the last event.
         no_usage = b',"usage":null' if includes_usage else b""
-        self._between = closing + b',"logprobs":null,"finish_reason":'
+        self._between = closing + b',"logprobs":null' + REASON
         self._end = b"}]" + no_usage + EVENT_END
         self._counts_each_event = facts.counts_each_event
 
@@ -129,6 +133,12 @@ class EventStream:
         if choice.logprobs is not None and piece.logprobs is not None:
             logprobs = encode(choice.logprobs.add(piece.logprobs))
             between = between.replace(b"null", logprobs, 1)
+        if piece.token_ids is not None:
+            between = between.removesuffix(REASON) + b',"token_ids":' + encode(piece.token_ids)
+            if piece.prompt_ids:
+                choice.prompt_ids = b',"prompt_token_ids":' + encode(piece.prompt_ids)
+                between += b"" if self._is_chat else choice.prompt_ids
+            between += REASON
         if self._counts_each_event or piece.finish_reason:
             of_prompt = (piece.prompt_tokens, piece.cached_tokens)
             self._of_prompts.setdefault(piece.index // self._facts.answers, of_prompt)
@@ -145,8 +155,9 @@ class EventStream:
         if body and not choice.is_begun:
             choice.is_begun = True
             if self._is_chat:
-                role = b'{"role":"assistant","content":""'
-                body = choice.before_delta + role + self._between + b"null" + self._end + body
+                role = choice.before_delta + b'{"role":"assistant","content":""' + self._between
+                end = self._end.removesuffix(EVENT_END) + choice.prompt_ids + EVENT_END
+                body = role + b"null" + end + body
         if piece.finish_reason:
             self._unfinished -= 1
             if self.is_over:
@@ -272,11 +283,21 @@ def whole(
             sum(piece.cached_tokens for piece in firsts),
         ),
     }
-    if (of_prompt := of_choices[0][0].prompt_logprobs) and facts.route == CHAT:
-        answer["prompt_logprobs"] = msgspec.Raw(of_prompt)
+    if facts.route == CHAT:
+        answer |= _of_prompt(of_choices[0][0])
     if decision := of_choices[0][-1].decision:
         answer["decision"] = msgspec.Raw(decision)
     return encode(answer)
+
+
+def _of_prompt(first: AnswerPiece) -> dict[str, object]:
+    """The fields about the prompt: of a chat, or of a choice of a completion."""
+    found: dict[str, object] = {}
+    if first.prompt_logprobs:
+        found["prompt_logprobs"] = msgspec.Raw(first.prompt_logprobs)
+    if first.prompt_ids is not None:
+        found["prompt_token_ids"] = first.prompt_ids
+    return found
 
 
 def _choice(
@@ -294,8 +315,9 @@ def _choice(
         choice["message"] = message
     else:
         choice["text"] = text
-        if of_prompt := pieces[0].prompt_logprobs:
-            choice["prompt_logprobs"] = msgspec.Raw(of_prompt)
+        choice |= _of_prompt(pieces[0])
+    if pieces[-1].token_ids is not None:
+        choice["token_ids"] = [each for piece in pieces for each in piece.token_ids or ()]
     has_calls = writer.calls is not None and "tool_calls" in message
     return choice | {"logprobs": of_tokens, "finish_reason": _reason(pieces[-1], has_calls)}
 

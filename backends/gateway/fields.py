@@ -15,11 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from backends.statuses import HttpRefusal
 from backends.tensors import ANSWERS_MAX
-from backends.text.closed_schema import CLOSED_BYTES_MAX, closed
 
 INT32 = 2**31  # a 32-bit integer is -INT32 to INT32 - 1
 REFUSALS_MAX = 8  # bad fields that the refusal of one request lists
@@ -53,6 +50,26 @@ class UnsupportedField:
     routes: tuple[str, ...] = BOTH
 
 
+# Fields that change no answer -> their kinds. Only their types are checked.
+IGNORED = {
+    "user": "text",
+    "metadata": "object",
+    "safety_identifier": "text",
+    "prompt_cache_key": "text",  # cached blocks are found by content
+    "prompt_cache_retention": "text",
+    "prompt_cache_options": "object",
+    "service_tier": "text",
+    "store": "flag",  # answers are not stored
+    "request_id": "text",  # the header X-Request-Id names a request
+    "session_id": "text",
+}
+# Keys of structured_outputs that vLLM's older fields `guided_KEY` have too -> their schemas.
+GUIDES: dict[str, dict[str, Any]] = {
+    "json": {"type": ["object", "string"]},
+    "regex": {"type": "string", "minLength": 1},
+    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+    "grammar": {"type": "string", "minLength": 1},
+}
 FIELDS = (
     Field("model", "text", "name of the model, as in /v1/models"),
     Field("messages", "messages", "the conversation so far", routes=(CHAT,)),
@@ -111,6 +128,13 @@ FIELDS = (
         "as logprobs of a completion, for each token of the prompt; not in a stream",
         "prompt_logprobs",
     ),
+    Field("return_token_ids", "flag", "return the ids of the prompt's and the answer's tokens"),
+    Field(
+        "add_special_tokens",
+        "flag",
+        "add the tokenizer's special tokens to the prompt; default: only to a text",
+        "add_special_tokens",
+    ),
     Field("tools", "tools", "functions that the model may call", routes=(CHAT,)),
     Field(
         "tool_choice",
@@ -139,6 +163,9 @@ FIELDS = (
         "skip_special_tokens",
     ),
     Field("response_format", "format", "json_schema: the answer follows the schema; json_object"),
+    Field("structured_outputs", "guide", "json, regex, choice, grammar or json_object: its form"),
+    *(Field(f"guided_{key}", f"guided_{key}", f"structured_outputs.{key}") for key in GUIDES),
+    Field("logit_bias", "logit_bias", "token id -> number that is added to its logit"),
     Field("stream", "flag", "send server-sent events"),
     Field(
         "stream_options",
@@ -165,18 +192,11 @@ FIELDS = (
         "below 0: rejected earlier under load; above 0: preempts lower priorities in decode",
     ),
     Field("tenant", "text", "requests of a tenant share KV; with API keys, the key's tenant"),
-    Field("user", "text", "ignored"),
-    Field("metadata", "object", "ignored"),
-    Field("safety_identifier", "text", "ignored"),
-    Field("prompt_cache_key", "text", "ignored: cached blocks are found by content"),
-    Field("prompt_cache_retention", "text", "ignored", routes=(CHAT,)),
-    Field("prompt_cache_options", "object", "ignored", routes=(CHAT,)),
-    Field("service_tier", "text", "ignored"),
-    Field("store", "flag", "ignored: answers are not stored", routes=(CHAT,)),
+    Field("cache_salt", "text", "requests share KV only if their salts are equal"),
+    *(Field(name, kind, "ignored, as it changes no answer") for name, kind in IGNORED.items()),
 )
 UNSUPPORTED = (
     UnsupportedField("best_of", (1,), (CHAT,)),
-    UnsupportedField("logit_bias", ({},)),
     UnsupportedField("suffix", ("",), (COMPLETION,)),
     UnsupportedField("functions", ([],), (CHAT,)),
     UnsupportedField("function_call", ("none", "auto"), (CHAT,)),
@@ -192,6 +212,9 @@ UNSUPPORTED = (
     UnsupportedField("length_penalty", (1,)),
     UnsupportedField("bad_words", ([],)),
     UnsupportedField("include_stop_str_in_output", (False,)),
+    UnsupportedField("spaces_between_special_tokens", (True,)),
+    UnsupportedField("include_reasoning", (True,)),
+    UnsupportedField("return_tokens_as_token_ids", (False,)),
 )
 SECONDS_MIN, SECONDS_MAX = 0.001, 86400
 TEMPERATURE_MAX = 2  # OpenAI's limit; the conductor's own is wider
@@ -281,6 +304,19 @@ SCHEMAS: dict[str, dict[str, Any]] = {
             },
         ]
     },
+    "guide": {
+        "type": ["object", "null"],
+        "properties": {**GUIDES, "json_object": {"const": True}},
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": False,
+    },
+    **{f"guided_{key}": {"anyOf": [{"type": "null"}, each]} for key, each in GUIDES.items()},
+    "logit_bias": {
+        "type": ["object", "null"],
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number"},
+    },
     "token_ids": {"type": ["array", "null"], "items": INTEGER_SCHEMA | {"type": "integer"}},
     "stream_options": {
         "type": ["object", "null"],
@@ -320,9 +356,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         },
     },
 }
-FORMATS = "type text, json_object, or json_schema with json_schema.schema"
-SCHEMA_LABELS = {"name", "description", "strict"}  # keys beside `schema` that have no effect
-ANY_OBJECT = '{"type":"object"}'
 # continuous_usage_stats is an option of vLLM, which aiperf and GuideLLM send.
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
@@ -541,27 +574,12 @@ def _stream_options(name: str, value: object) -> dict[str, bool]:
     return {key: flag is True for key, flag in options.items()}
 
 
-def _format(name: str, value: object) -> str:
-    """The JSON schema that the answer must follow, as text; "" if the answer is free text."""
-    rest = dict(as_object(name, value))
-    kind, wrapped = rest.pop("type", None), rest.pop("json_schema", None)
-    if rest:
-        key = next(iter(rest))
-        raise bad_field(f"{name}.{key[:64]}", f"{name} has {shown(key)}; known: {FORMATS}")
-    if kind == "json_schema":
-        found = dict(as_object(f"{name}.json_schema", wrapped))
-        given = found.pop("schema", None)
-        if unknown := found.keys() - SCHEMA_LABELS:
-            key = min(unknown)
-            raise bad_field(f"{name}.json_schema.{key[:64]}", f"{name} has {shown(key)}")
-        answer_schema = as_object(f"{name}.json_schema.schema", given)
-        text = msgspec.json.encode(answer_schema)
-        if len(text) <= CLOSED_BYTES_MAX:
-            text = msgspec.json.encode(closed(answer_schema))
-        return text.decode()
-    if wrapped is not None or kind not in ("text", "json_object"):
-        raise bad_field(f"{name}.type", f"{name} is {shown(value)}; send {FORMATS}")
-    return ANY_OBJECT if kind == "json_object" else ""
+def _logit_bias(name: str, value: object) -> dict[str, float]:
+    biases = as_object(name, value)
+    for key in biases:
+        if not (key.isascii() and key.isdigit()):
+            raise bad_field(f"{name}.{key[:64]}", f"{name} has {shown(key)}; send token ids")
+    return {key: _number(f"{name}.{key[:64]}", bias) for key, bias in biases.items()}
 
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
@@ -577,5 +595,5 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "stop": _stop,
     "token_ids": _token_ids,
     "stream_options": _stream_options,
-    "format": _format,
+    "logit_bias": _logit_bias,
 }

@@ -26,6 +26,7 @@ from backends.gateway.infer_request import (
     LOGPROBS,
     MODEL,
     NAME_OF_TENSOR,
+    TOKEN_IDS,
     GatewayRequest,
     describe_request,
     infer_request,
@@ -236,10 +237,14 @@ def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
     decision = raw["decision"][4:] if "decision" in raw else b""
     index = int.from_bytes(raw[ANSWER], "little") if ANSWER in raw else 0
+    found = AnswerPiece(text, reason, logprobs=logprobs, decision=decision, index=index)
+    if all(name in raw for name in TOKEN_IDS):
+        ids = [np.frombuffer(raw[name], np.int32).tolist() for name in TOKEN_IDS]
+        found = found._replace(token_ids=ids[0], prompt_ids=ids[1])
     if COUNTS[0] not in raw:
-        return AnswerPiece(text, reason, logprobs=logprobs, decision=decision, index=index)
+        return found
     output, prompt, cached = (int.from_bytes(raw[name], "little", signed=True) for name in COUNTS)
-    return AnswerPiece(text, reason, output, prompt, cached, logprobs, decision, index)
+    return found._replace(output_tokens=output, prompt_tokens=prompt, cached_tokens=cached)
 
 
 def _logprobs(raw: Mapping[str, bytes], names: Sequence[str]) -> PieceLogprobs:
@@ -261,9 +266,12 @@ def with_prompt(
     if writer.use.is_alone:
         logprobs = found.logprobs and PieceLogprobs([], [], [], [])
         reason = "length" if found.finish_reason else ""
-        found = found._replace(text=b"", finish_reason=reason, output_tokens=0, logprobs=logprobs)
+        token_ids = found.token_ids and []
+        found = found._replace(
+            text=b"", finish_reason=reason, output_tokens=0, logprobs=logprobs, token_ids=token_ids
+        )
     raw, prompt, ranks = _raw(response), None, b""
-    if raw.get(PROMPT_OUTPUTS[0]):  # in the first response only
+    if raw.get(PROMPT_OUTPUTS[4]):  # in the first response only
         prompt, ranks = _logprobs(raw, PROMPT_OUTPUTS[:4]), raw[PROMPT_OUTPUTS[4]]
     text, listed = writer.begin(prompt, np.frombuffer(ranks, np.int32).tolist())
     return found._replace(text=text + found.text, prompt_logprobs=listed)

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from backends.gateway import prompts
+from backends.gateway import prompts, structured_outputs
 from backends.gateway.fields import CHAT, COMPLETION, FIELDS, Reader, bad_field, read
 from backends.gateway.logprobs import PromptUse
+from backends.gateway.structured_outputs import AnswerForm, only_form
 from backends.gateway.tool_use import ToolUse, read_choice, tool_use
-from backends.tensors import PROMPT_OUTPUTS
+from backends.tensors import JSON_SCHEMA, PROMPT_OUTPUTS
 
 MODEL = "conductor"
 TEMPERATURE = 1.0  # OpenAI's default
+OF_TOOLS = "tools"  # field of the form of forced calls
 NEVER_ENDS = -1  # value of `end_id` that no token has, so that no token ends the answer
 NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "text_input": "prompt",
@@ -35,8 +37,10 @@ NAME_OF_TENSOR = {each.tensor: each.name for each in FIELDS if each.tensor} | {
     "request_priority": "priority",
     "return_log_probs": "logprobs",
     "top_logprobs": "top_logprobs",
-    "guided_json": "response_format",
     "num_return_sequences": "n",
+    "sampling_parameters": "logit_bias",
+    "logit_bias": "logit_bias",
+    "cache_salt": "cache_salt",
     "tools": "tools",
     "chat_template_kwargs": "chat_template_kwargs",
 }
@@ -45,6 +49,7 @@ READERS: Mapping[str, Reader] = {  # kind of a field -> its reader
     "prompt": prompts.read_prompts,
     "tools": prompts.read_tools,
     "tool_choice": read_choice,
+    **structured_outputs.READERS,
 }
 FORMATS = {"INT32": "<i", "FP32": "<f", "UINT64": "<Q", "BOOL": "<?"}
 TYPE_OF_KIND = {"integer": "INT32", "number": "FP32", "temperature": "FP32"}
@@ -52,6 +57,7 @@ TYPE_OF_KIND = {"integer": "INT32", "number": "FP32", "temperature": "FP32"}
 OUTPUTS = ("text_output", "finish_reason")
 LOGPROBS = ("output_ids", "output_log_probs", "top_token_ids", "top_log_probs")
 ANSWER = "sequence_index"  # which of several answers a response belongs to
+TOKEN_IDS = ("output_ids", "prompt_ids")
 COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
 
 
@@ -73,6 +79,8 @@ class GatewayRequest:
     tools: ToolUse | None = None  # None: the answer has no calls
     kept: int = 1  # answers to each prompt that the client gets
     shows_logprobs: bool = False  # False: logprobs, if any, only compare answers
+    prompt: PromptUse | None = None  # None: the answer has only generated tokens
+    returns_token_ids: bool = False
 
     @property
     def answers(self) -> int:
@@ -84,8 +92,6 @@ class GatewayRequest:
         """Answers of the request, to all of its prompts."""
         return len(self.prompts) * self.answers
 
-    prompt: PromptUse | None = None  # None: the answer has only generated tokens
-
     @property
     def outputs(self) -> tuple[str, ...]:
         wants_counts = self.includes_usage or not self.is_stream
@@ -96,7 +102,18 @@ class GatewayRequest:
             found += (ANSWER,)
         if "prompt_logprobs" in self.inputs:
             found += PROMPT_OUTPUTS
-        return found + LOGPROBS if self.wants_logprobs else found
+        if self.returns_token_ids:
+            found += TOKEN_IDS
+        if self.wants_logprobs:
+            found += LOGPROBS
+        return tuple(dict.fromkeys(found))
+
+    def of_form(self, form: AnswerForm | None) -> GatewayRequest:
+        """The request for an answer of this form."""
+        if form is None:
+            return self
+        names = {**self.names, **dict.fromkeys(form.inputs, form.field)}
+        return replace(self, inputs={**self.inputs, **form.inputs}, names=names)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -143,21 +160,16 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     if answers > kept:
         inputs.setdefault("return_log_probs", True)
         inputs.setdefault("top_logprobs", 0)
-    if schema := given.get("response_format", ""):
-        inputs["guided_json"] = schema
-    if tools is not None and (calls_schema := tools.schema()):
-        if schema:
-            what = "response_format and a forced call exclude each other; send one of them"
-            raise bad_field("response_format", what)
-        inputs["guided_json"], names["guided_json"] = calls_schema, "tools"
-    elif schema:
-        tools = None  # the answer follows response_format, so it has no calls
+    if biases := given.get("logit_bias"):
+        inputs["sampling_parameters"] = msgspec.json.encode({"logit_bias": biases})
+    form = _form(given, tools)
+    if form is not None and form.field != OF_TOOLS:
+        tools = None  # an answer of another form has no calls
     inputs["stream"] = is_stream = given.get("stream", False)
     parameters: dict[str, str | int | bool] = {}
     if (timeout_s := given.get("timeout", 0.0)) > 0:
         parameters["timeout_ms"] = max(1, round(timeout_s * 1000))
-    if tenant := given.get("tenant", ""):
-        parameters["tenant"] = tenant
+    parameters |= {name: given[name] for name in ("tenant", "cache_salt") if given.get(name)}
     if (priority := given.get("priority", 0)) != 0:
         parameters["request_priority"] = priority
     options = given.get("stream_options", {})
@@ -179,7 +191,18 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         kept=kept,
         shows_logprobs=bool(logprobs),
         prompt=of_prompt,
-    )
+        returns_token_ids=given.get("return_token_ids", False),
+    ).of_form(form)
+
+
+def _form(given: Mapping[str, Any], tools: ToolUse | None) -> AnswerForm | None:
+    """The form that the answer must have. Raises HttpRefusal if the request asks for several."""
+    form = only_form(each for each in given.values() if isinstance(each, AnswerForm))
+    schema = tools.schema() if tools is not None else ""
+    if schema and form is not None:
+        what = f"{form.field} and a forced call exclude each other; send one of them"
+        raise bad_field(form.field, what)
+    return AnswerForm(OF_TOOLS, JSON_SCHEMA, schema) if schema else form
 
 
 def _answers(given: Mapping[str, Any], kept: int, prompts_asked: int) -> int:
@@ -251,9 +274,13 @@ TYPES = {each.tensor: TYPE_OF_KIND[each.kind] for each in FIELDS if each.kind in
     "messages": "BYTES",
     "stop_words": "BYTES",
     "guided_json": "BYTES",
+    "guided_decoding_guide_type": "BYTES",
+    "guided_decoding_guide": "BYTES",
+    "sampling_parameters": "BYTES",
     "tools": "BYTES",
     "chat_template_kwargs": "BYTES",
     "skip_special_tokens": "BOOL",
+    "add_special_tokens": "BOOL",
     "stop_token_ids": "INT32",
     "input_ids": "INT32",
     "seed": "UINT64",

@@ -106,7 +106,7 @@ def read_tokenize(content: object) -> TokenizeRequest:
         model=as_text("model", body.get("model", "")),
         prompt=prompt,
         messages=messages,
-        adds_special=as_flag("add_special_tokens", body.get("add_special_tokens", True)),
+        adds_special=as_flag("add_special_tokens", body.get("add_special_tokens", not messages)),
         tools=read_tools(body.get("tools", [])),
         template_options=read_template_options(body),
     )

@@ -18,6 +18,7 @@ from backends.gateway.frontend_calls import ServedModel
 from backends.gateway.prompts import TokenizeRequest
 from backends.gateway.tool_use import model_format
 from backends.statuses import HttpRefusal
+from backends.text.guides import is_installed
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
 from backends.text.tool_calls.formats import ToolCallFormat
@@ -44,6 +45,7 @@ class CallFormat:
 
     written: ToolCallFormat | None  # None: unknown
     has_hidden_marks: bool  # its marks are special tokens, which answers have on request only
+    guided: ToolCallFormat | None = None  # `written`, if a grammar can force its calls
 
 
 class Tokenizing:
@@ -61,7 +63,7 @@ class Tokenizing:
                 text = tokenizer.apply_chat(
                     request.messages, request.tools, request.template_options
                 )
-            return tokenizer.encode(text, add_special=request.adds_special and not is_chat)
+            return tokenizer.encode(text, add_special=request.adds_special)
         except InvalidRequest as error:
             name = "messages" if is_chat else "prompt"
             raise bad_field(name, str(error)) from None
@@ -93,7 +95,8 @@ class Tokenizing:
             return CallFormat(None, False)  # the conductor reports the missing template
         marks = found.marks if found is not None else ()
         is_hidden = any(tokenizer.decode(tokenizer.encode(mark, False)) != mark for mark in marks)
-        return CallFormat(found, is_hidden)
+        can_be_guided = not is_hidden and is_installed()
+        return CallFormat(found, is_hidden, found if can_be_guided else None)
 
     def words(self, checkpoint: str) -> ServedWords:
         return ServedWords(self._tokenizer(checkpoint))

@@ -2,7 +2,7 @@
 
     tool_choice   the model is guided to        the answer is
     none          nothing                       text
-    auto          nothing                       text and calls in the model's format
+    auto          arguments of strict functions text and calls in the model's format
     required      a list of calls, as JSON      the list
     a function    the function's arguments      the arguments
 
@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
 from backends.gateway.fields import bad_field, shown
+from backends.gateway.structured_outputs import AnswerForm
+from backends.tensors import STRUCTURAL_TAG
 from backends.text.tool_calls.formats import (
     FORCED,
     FORMATS,
@@ -29,7 +31,7 @@ from backends.text.tool_calls.formats import (
     mentions_tools,
 )
 from backends.text.tool_calls.parser import CallParser, CallPart, Part
-from backends.text.tool_calls.schema import arguments_schema, calls_schema
+from backends.text.tool_calls.schema import arguments_schema, call_schema, calls_schema
 
 NONE, DEFAULT, REQUIRED, NAMED = "none", "auto", "required", "named"
 CHOICES = (NONE, DEFAULT, REQUIRED)
@@ -63,20 +65,30 @@ class ToolUse:
         if self.choice not in (REQUIRED, NAMED):
             return ""
         functions = [(each["name"], each.get("parameters")) for each in self.functions]
-        size_bytes = len(msgspec.json.encode(functions))
-        if size_bytes > FORCED_BYTES_MAX:
-            what = (
-                f"tools has {size_bytes:,} bytes; an answer can be forced to call functions of at "
-                f"most {FORCED_BYTES_MAX:,} bytes. Send fewer functions, or tool_choice auto"
-            )
-            raise bad_field("tools", what)
         if self.choice == REQUIRED:
-            try:
-                schema = calls_schema(functions, self.is_parallel)
-            except ValueError as error:
-                raise bad_field("tools", f"tools: {error}") from None
-            return msgspec.json.encode(schema).decode()
-        return msgspec.json.encode(arguments_schema(dict(functions)[self.named])).decode()
+            schema = _checked(functions, lambda: calls_schema(functions, self.is_parallel))
+        else:
+            schema = _checked(functions, lambda: arguments_schema(dict(functions)[self.named]))
+        return msgspec.json.encode(schema).decode()
+
+    def strict_form(self, guided: ToolCallFormat | None) -> AnswerForm | None:
+        """The form of an answer of choice `auto`, in which the arguments of strict functions follow
+        their schemas. None if no function is strict. `guided`: the model's format, if a grammar can
+        force it."""
+        is_strict = any(each.get("strict") for each in self.functions)
+        if self.choice != DEFAULT or not is_strict or guided is None or not guided.guided:
+            return None
+        functions = [
+            (each["name"], each.get("parameters") if each.get("strict") else {"type": "object"})
+            for each in self.functions
+        ]
+        begin, end = guided.guided
+        schema = _checked(functions, lambda: call_schema(functions, "arguments"))
+        tag = {
+            "triggers": guided.openings,
+            "structures": [{"begin": begin, "schema": schema, "end": end}],
+        }
+        return AnswerForm("tools", STRUCTURAL_TAG, msgspec.json.encode(tag).decode())
 
     def reader(self, written: ToolCallFormat | None) -> CallReader:
         """A reader for an answer that may have calls. `written`: the model's format. Raises
@@ -123,6 +135,21 @@ class _OneCall:
 
     def finish(self) -> Sequence[Part]:
         return []
+
+
+def _checked(functions: Sequence[Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The schema that `make` returns. Raises HttpRefusal if no grammar can follow it."""
+    size_bytes = len(msgspec.json.encode(functions))
+    if size_bytes > FORCED_BYTES_MAX:
+        what = (
+            f"tools has {size_bytes:,} bytes; an answer can be forced to call functions of at most "
+            f"{FORCED_BYTES_MAX:,} bytes. Send fewer functions, or tool_choice auto without strict"
+        )
+        raise bad_field("tools", what)
+    try:
+        return make()
+    except ValueError as error:
+        raise bad_field("tools", f"tools: {error}") from None
 
 
 def tool_use(given: Mapping[str, Any]) -> ToolUse | None:

@@ -22,6 +22,7 @@ from backends.tenants.api_keys import ApiKeys
 from backends.tenants.proof import GATEWAY, PROOF, TENANT, is_proven
 from backends.tenants.tenants_file import DEFAULT, ApiTenant
 from conductor.messages import TenantLimits
+from mooncake_store.block_keys import SALT_SEPARATOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,10 @@ class Principal:
     known: ApiTenant | None = None  # the tenant's settings in the file; None without API keys
 
     def salt(self, given: str) -> str:
-        """Salt of the block keys. `given`: parameter `tenant`, which is used without API keys."""
-        return given if self.known is None else self.known.salt
+        """Salt of the block keys. `given`: parameter `tenant`, which is used without API keys, and
+        after SALT_SEPARATOR parameter `cache_salt`, if the client sent it."""
+        _, separator, of_client = given.partition(SALT_SEPARATOR)
+        return given if self.known is None else f"{self.known.salt}{separator}{of_client}"
 
     @property
     def limits(self) -> TenantLimits | None:

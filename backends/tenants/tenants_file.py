@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from conductor.messages import TenantLimits
+from mooncake_store.block_keys import SALT_SEPARATOR
 from mooncake_store.process.edited_file import replace_file
 
 DEFAULT = "default"  # tenant of requests that name no tenant; its cache salt is always empty
@@ -156,6 +157,8 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
         )
     if entry.salt is not None and len(entry.salt.encode()) > SALT_BYTES_MAX:
         yield f"tenant {name!r}: its salt is longer than {SALT_BYTES_MAX} bytes"
+    if SALT_SEPARATOR in (entry.salt or ""):
+        yield f"tenant {name!r}: its salt has {SALT_SEPARATOR!r}; leave it out"
     if name == DEFAULT and entry.salt:
         yield f"tenant {name!r}: remove its salt; it shares KV with all requests without a tenant"
     if abs(entry.priority) > PRIORITY_MAX:

@@ -1,10 +1,10 @@
-"""Guided decoding: answers that follow a JSON schema, with llguidance.
+"""Guided decoding: answers that follow a JSON schema, a regular expression or a grammar.
 
-A grammar is compiled from the schema and the tokenizer's vocabulary, and cached. Each process
-compiles its own grammars, because a compiled grammar cannot be sent. Requests with the same schema
-wait for one compilation; requests with other schemas do not. Rejections of schemas are cached, too.
+llguidance compiles a grammar from this text and the tokenizer's vocabulary. The grammar is cached.
+Each process compiles its own grammars, because a compiled grammar cannot be sent. Requests with the
+same text wait for one compilation; requests with other texts do not. Rejections are cached, too.
 
-A `SchemaGuide` is the grammar matcher of one answer. Its state depends only on the tokens of the
+An `AnswerGuide` is the grammar matcher of one answer. Its state depends only on the tokens of the
 answer. A worker that continues an answer, such as a decode worker after prefill, creates a new
 matcher and feeds the answer's earlier tokens into it.
 
@@ -27,13 +27,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.errors import InvalidRequest
 from backends.extras import install_line
+from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, guide_name
 from backends.text.json_schema import constraints_of, keywords_in, read_schema
 from backends.text.schema_size import schema_nodes
 from backends.text.tokenizer import Tokenizer
@@ -43,13 +44,17 @@ GRAMMARS_MAX = 64  # compiled grammars in the cache
 GRAMMARS_NODES_MAX = 20_000
 # A grammar's weight is its nodes, plus NODES_OF_ONE, plus one for each BYTES_OF_NODE of its text.
 NODES_OF_ONE, BYTES_OF_NODE = 64, 256
+# Limits of an expression or grammar: 36 MB of lexer states, and about 30 ms for a token. With
+# llguidance's own limits these are 150 MB and 1 s.
+TEXT_LIMITS = {"max_lexer_states": 60_000, "max_items_in_row": 500}
+# Weight of an expression or grammar. An expression without repetition has about a lexer state for
+# each byte, and the states of BYTES_OF_STATES bytes are as large as one node.
+NODES_OF_TEXT, BYTES_OF_STATES, REPETITION = 2_500, 13, frozenset("*+?{")
 STACK_BYTES = 256 * 2**20  # stack of a compiling thread; only a deep schema uses much of it
 _STACK_SIZE = threading.Lock()  # guards threading.stack_size, which is global to the process
+GRAMMAR_FORMAT = "grammar"  # llguidance's name of "Lark or GBNF"
 INDENTATION_MAX = 16  # spaces and tabs after a new line
-MISSING = (
-    "guided_json needs the package llguidance, which this server does not have: "
-    f"{install_line('guided')}"
-)
+MISSING = f"needs the package llguidance, which this server does not have: {install_line('guided')}"
 OPTIONS: dict[str, Any] = {
     "whitespace_pattern": rf"(\x20|\r?\n[\x20\t]{{0,{INDENTATION_MAX}}})",
     "coerce_one_of": False,
@@ -63,11 +68,14 @@ def is_installed() -> bool:
     return importlib.util.find_spec("llguidance") is not None
 
 
-class SchemaGuide:
+class AnswerGuide:
     """The grammar matcher of one answer. Not thread-safe."""
 
-    def __init__(self, matcher: Any, vocabulary: _Vocabulary, end_ids: Sequence[int]) -> None:
-        self._matcher = matcher
+    def __init__(
+        self, matcher: Any, vocabulary: _Vocabulary, end_ids: Sequence[int], name: str
+    ) -> None:
+        """`name`: the input that has the grammar, for errors."""
+        self._matcher, self._name = matcher, name
         self._vocabulary = vocabulary
         self._end_ids = list(end_ids)
         self._is_over = False  # True after an end id
@@ -80,18 +88,19 @@ class SchemaGuide:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise InvalidRequest(f"guided_json: {_first_line(self._matcher.get_error())}")
+            raise InvalidRequest(f"{self._name}: {_first_line(self._matcher.get_error())}")
         tokens = self._vocabulary.tokens
         allowed = np.unpackbits(bits, count=tokens, bitorder="little").view(np.bool_)
         is_complete = bool(allowed[self._vocabulary.eos_ids].any())
         allowed[self._vocabulary.eos_ids] = False
         allowed[self._end_ids] = is_complete
         if not allowed.any():
-            raise InvalidRequest("guided_json: the model has no token that continues the answer")
+            raise InvalidRequest(f"{self._name}: the model has no token that continues the answer")
         return allowed
 
-    def copy(self) -> SchemaGuide:
-        found = SchemaGuide(self._matcher.deep_copy(), self._vocabulary, self._end_ids)
+    def copy(self) -> AnswerGuide:
+        matcher = self._matcher.deep_copy()
+        found = AnswerGuide(matcher, self._vocabulary, self._end_ids, self._name)
         found._is_over = self._is_over
         return found
 
@@ -102,7 +111,7 @@ class SchemaGuide:
             self._is_over = True
         elif self._is_over or not self._matcher.consume_token(token_id):
             reason = _first_line(self._matcher.get_error())
-            raise InvalidRequest(f"guided_json: token {token_id} is not allowed next ({reason})")
+            raise InvalidRequest(f"{self._name}: token {token_id} is not allowed next ({reason})")
 
 
 class _Vocabulary:
@@ -112,7 +121,7 @@ class _Vocabulary:
         import llguidance
 
         if not tokenizer.eos_ids:
-            raise InvalidRequest("guided_json needs a checkpoint with an end token")
+            raise InvalidRequest("guided output needs a checkpoint with an end token")
         self.tokens = tokens
         self.eos_ids = [token_id for token_id in tokenizer.eos_ids if token_id < tokens]
         self.tokenizer = llguidance.LLTokenizer(
@@ -122,7 +131,7 @@ class _Vocabulary:
 
 @dataclass(eq=False)
 class _Grammar:
-    """The compiled grammar of one schema."""
+    """The compiled grammar of one text."""
 
     matcher: Future[Any] = field(default_factory=Future)  # matcher before any token, or the error
     nodes: int = NODES_OF_ONE  # weight in the cache
@@ -140,41 +149,45 @@ class Guides:
         self._lock = threading.Lock()  # guards the cache; not held during compilation
         self._grammars: OrderedDict[bytes, _Grammar] = OrderedDict()  # digest -> grammar, LRU first
 
-    def guide(self, schema: str, end_ids: Sequence[int], output_ids: Sequence[int]) -> SchemaGuide:
-        """The matcher of an answer after `output_ids`. Compiling a new schema may take a second.
+    def guide(
+        self, text: str, end_ids: Sequence[int], output_ids: Sequence[int], kind: str = JSON_SCHEMA
+    ) -> AnswerGuide:
+        """The matcher of an answer after `output_ids`. Compiling a new text may take a second.
 
-        Raises InvalidRequest for an invalid schema or token, or without llguidance or an end id.
+        `kind`: one of GUIDE_KINDS. A GRAMMAR is Lark in llguidance's dialect, or GBNF. Raises
+        InvalidRequest for an invalid text or token, or without llguidance or an end id.
         """
+        name = guide_name(kind)
         if not is_installed():
-            raise InvalidRequest(MISSING)
+            raise InvalidRequest(f"{name} {MISSING}")
         with self._reading:
             if self._vocabulary is None:
                 self._vocabulary = _Vocabulary(self._tokenizer(), self._tokens)
-        digest = hashlib.sha256(schema.encode("utf-8", "surrogatepass")).digest()
+        digest = hashlib.sha256(f"{kind} {text}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             is_new = digest not in self._grammars
             grammar = self._grammars.setdefault(digest, _Grammar())
             self._grammars.move_to_end(digest)
         if is_new:
-            self._compile(schema, digest, self._vocabulary, grammar)
-        guide = SchemaGuide(grammar.matcher.result().deep_copy(), self._vocabulary, end_ids)
+            self._compile(kind, text, digest, self._vocabulary, grammar)
+        guide = AnswerGuide(grammar.matcher.result().deep_copy(), self._vocabulary, end_ids, name)
         for token_id in output_ids:
             guide.advance(token_id)
         return guide
 
     def _compile(
-        self, schema: str, digest: bytes, vocabulary: _Vocabulary, grammar: _Grammar
+        self, kind: str, text: str, digest: bytes, vocabulary: _Vocabulary, grammar: _Grammar
     ) -> None:
         """Compile in a thread with a large stack, and wait for the thread.
 
-        The compiler recurses into all parts and references of a schema, and a stack overflow would
+        The compiler recurses into all parts and references of a text, and a stack overflow would
         kill the process. Errors other than InvalidRequest are not cached.
         """
 
         def compile_it() -> None:
             try:
-                self._weigh(grammar, _nodes_of(schema))
-                grammar.matcher.set_result(self._compiled(schema, vocabulary))
+                self._weigh(grammar, _nodes_of(kind, text))
+                grammar.matcher.set_result(self._compiled(kind, text, vocabulary))
             except BaseException as error:  # every error must reach the waiting threads
                 fail(error)
 
@@ -207,30 +220,71 @@ class Guides:
                 # Threads that wait for the evicted grammar hold a reference to it.
                 total -= self._grammars.popitem(last=False)[1].nodes
 
-    def _compiled(self, text: str, vocabulary: _Vocabulary) -> Any:
+    def _compiled(self, kind: str, text: str, vocabulary: _Vocabulary) -> Any:
+        """The matcher before any token. Raises InvalidRequest."""
         import llguidance
 
-        schema, problems = read_schema(text)
-        if problems:
-            raise InvalidRequest([f"guided_json: {problem}" for problem in problems])
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(
-            json.dumps(constraints_of(schema)), overrides=OPTIONS
-        )
-        matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar, log_level=0)
-        error = _error_at_first_tokens(matcher)
-        if error:
-            reason = _first_line(error)
-            keywords = sorted(keywords_in(schema))
-            raise InvalidRequest(
-                f"guided_json cannot be followed: {reason} (its keywords: {', '.join(keywords)})"
-            )
+        name, keywords = guide_name(kind), ""
+        if kind in (JSON_SCHEMA, STRUCTURAL_TAG):
+            schema, problems = read_schema(_schema_of(kind, text))
+            if problems:
+                raise InvalidRequest([f"{name}: {problem}" for problem in problems])
+            guided = {**constraints_of(schema), "x-guidance": OPTIONS}
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(guided)
+            if kind == STRUCTURAL_TAG:
+                tag = llguidance.StructTag(**_tag(text)._replace(grammar=guided)._asdict())
+                grammar = llguidance.StructTag.to_grammar([tag], assume_special=False)
+            keywords = f" (its keywords: {', '.join(sorted(keywords_in(schema)))})"
+        elif kind == REGEX:
+            grammar = llguidance.LLMatcher.grammar_from_regex(text)
+        else:
+            if "%json" in text:  # its schema would not be checked (json_schema.py)
+                raise InvalidRequest(f"{name}: %json is not supported; send a JSON schema instead")
+            try:
+                grammar = llguidance.grammar_from(GRAMMAR_FORMAT, text)
+            except ValueError as error:
+                raise InvalidRequest(f"{name} cannot be read: {_first_line(str(error))}") from None
+        is_text = kind in (REGEX, GRAMMAR)
+        limits = llguidance.LLParserLimits(**TEXT_LIMITS) if is_text else None
+        matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        if error := _error_at_first_tokens(matcher):
+            raise InvalidRequest(f"{name} cannot be followed: {_first_line(error)}{keywords}")
         return matcher
 
 
-def _nodes_of(text: str) -> int:
-    """The weight of a schema's grammar in the cache. A rejected schema has no nodes."""
-    schema, problems = read_schema(text)
-    nodes = 0 if problems else schema_nodes(schema)
+class _Tag(NamedTuple):
+    """A structural tag: in free text, `begin`, a text of the grammar and `end` follow `trigger`."""
+
+    trigger: str  # `begin` starts with it
+    begin: str
+    grammar: Any  # a JSON schema
+    end: str
+
+
+def _tag(text: str) -> _Tag:
+    """The tag in JSON of vLLM's form: triggers, and one structure. Raises InvalidRequest."""
+    try:
+        given = json.loads(text)
+        (each,) = given["structures"]
+        begin, marks = each["begin"], given["triggers"]
+        trigger = next(mark for mark in marks if mark and begin.startswith(mark))
+        return _Tag(trigger, begin, each["schema"], each["end"])
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
+        what = "it is not JSON of triggers, and of one structure with begin, schema and end"
+        raise InvalidRequest(f"{guide_name(STRUCTURAL_TAG)}: {what}") from None
+
+
+def _schema_of(kind: str, text: str) -> str:
+    return json.dumps(_tag(text).grammar) if kind == STRUCTURAL_TAG else text
+
+
+def _nodes_of(kind: str, text: str) -> int:
+    """The weight of a grammar in the cache. A rejected schema has no nodes."""
+    is_repeated = kind == GRAMMAR or not REPETITION.isdisjoint(text)
+    nodes = NODES_OF_TEXT if is_repeated else len(text) // BYTES_OF_STATES
+    if kind in (JSON_SCHEMA, STRUCTURAL_TAG):
+        schema, problems = read_schema(_schema_of(kind, text))
+        nodes = 0 if problems else schema_nodes(schema)
     return NODES_OF_ONE + nodes + len(text) // BYTES_OF_NODE
 
 
@@ -256,12 +310,12 @@ def _first_line(error: str) -> str:
     lines = [line.strip() for line in error.strip().splitlines() if line.strip()]
     if not lines:
         return "no answer satisfies it"
-    if lines[0].startswith("regex parse error"):
-        return f"pattern: {lines[-1]}"
+    if "regex parse error" in lines[0]:
+        return f"pattern: {next(line for line in lines[1:] if line.startswith('error'))}"
     if "NoExtension" in lines[0]:
         return "no answer satisfies it"
     if lines[0].startswith("lexer error"):
-        return f"pattern, format or maxLength: too large ({lines[0]})"
+        return f"a pattern, format or maxLength is too large ({lines[0]})"
     if lines[0].startswith("oneOf constraints"):
         return "oneOf: its cases are not provably exclusive; use anyOf"
     return lines[0][:200]

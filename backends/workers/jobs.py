@@ -28,7 +28,7 @@ from backends.workers.protocol import (
     PrefillRequest,
     TokenUpdate,
 )
-from mooncake_store.block_keys import block_keys, chain_seed, extend_keys
+from mooncake_store.block_keys import block_keys, chain_seed, extend_keys, tenant_of
 
 
 class Client(Protocol):
@@ -261,7 +261,7 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
             self.pages,
             self._keys,
             first_block=0,
-            tenant=self.request.cache_salt,
+            tenant=tenant_of(self.request.cache_salt),
         )
 
     @property

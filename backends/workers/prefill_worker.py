@@ -49,7 +49,7 @@ from backends.workers.prefix_loading import (
 from backends.workers.protocol import BlockRef, PrefillReply, PrefillRequest
 from backends.workers.worker import JobWorker
 from conductor.estimates.estimates import PrefillEstimate
-from mooncake_store.block_keys import block_keys, chain_seed
+from mooncake_store.block_keys import block_keys, chain_seed, tenant_of
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import blocks_touched
 from mooncake_store.records.membership import WorkerReport
@@ -114,7 +114,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             first_block=0,
             decode_inbox=request.decode_inbox,
             reserve_tokens=request.reserve_tokens,
-            tenant=request.cache_salt,
+            tenant=tenant_of(request.cache_salt),
         )
         now_s = time.monotonic()
         job = PrefillJob(

@@ -36,7 +36,7 @@ REQUEST_IDS, REQUEST_BODY, REQUEST_STOP = "input_ids", "request", "stop"
 REPLY_IDS, REPLY_BODY = "output_ids", "reply"
 
 # Each call has this parameter. A release that changes the meaning of calls increments the version.
-VERSION_PARAMETER, CALLS_VERSION = "protocol_version", 2
+VERSION_PARAMETER, CALLS_VERSION = "protocol_version", 3
 
 REQUEST_ID_CHARACTERS_MAX = 256
 ADDRESS_VARIABLE = "MOONCAKE_ADDRESS"  # this host's address for other hosts; unset: single host

@@ -218,7 +218,9 @@ class JobWorker(ABC, Generic[J]):
         Returns True. Raises InvalidRequest.
         """
         sampling, output_ids = job.request.sampling, job.given_output_ids()
-        job.guide = self._guides.guide(sampling.guided_json, sampling.end_ids, output_ids)
+        job.guide = self._guides.guide(
+            sampling.guide, sampling.end_ids, output_ids, sampling.guide_kind
+        )
         return True
 
     def _queue_full(self, waiting: str) -> Overloaded:
@@ -235,7 +237,7 @@ class JobWorker(ABC, Generic[J]):
         If `load` returns False, the role must call this again later. Another thread creates a
         grammar matcher after `load`, because compiling a schema may take a second.
         """
-        needs_guide = bool(job.request.sampling.guided_json) and self.driver.draws_by_guide
+        needs_guide = bool(job.request.sampling.guide) and self.driver.draws_by_guide
         try:
             if not load(job):
                 return

@@ -264,7 +264,7 @@ def wrong_fields(server: CalledServer) -> str:
     client = synchronous(server)
     cases: list[tuple[dict[str, Any], type[openai.APIStatusError], str]] = [
         ({"n": 0}, openai.BadRequestError, "n"),
-        ({"logit_bias": {"5": 1}}, openai.BadRequestError, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, openai.BadRequestError, "logit_bias"),
         ({"top_p": 7}, openai.BadRequestError, "top_p"),
         ({"max_tokens": 10**6}, openai.BadRequestError, "messages"),
         ({"temperature": 2.5}, openai.BadRequestError, "temperature"),

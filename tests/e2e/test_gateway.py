@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -112,6 +113,55 @@ def test_the_second_turn_says_how_much_of_it_was_cached(gateway: Gateway) -> Non
     other = gateway.client(SINGLE_KEY).completions.create(**asked).usage
     assert other is not None and other.prompt_tokens_details is not None
     assert other.prompt_tokens_details.cached_tokens == 0, "another tenant's KV"
+
+
+def test_an_answer_has_the_form_and_the_biases_that_its_fields_say(gateway: Gateway) -> None:
+    client = gateway.client(max_retries=0)
+
+    def ask(temperature: float = 1.0, **more: Any) -> Any:
+        fields = {"return_token_ids": True, **more}
+        return client.completions.create(
+            model="demo",
+            prompt="It is a truth",
+            max_tokens=24,
+            temperature=temperature,
+            seed=5,
+            extra_body=fields,
+        ).choices[0]
+
+    choices = ["yes", "no (a.b)", "größer\nals"]
+    assert ask(structured_outputs={"choice": choices}).text in choices
+    assert ask(guided_choice=choices[1:2]).text == choices[1]
+    assert re.fullmatch("[0-9]{3}-[a-f]{4}", ask(guided_regex="[0-9]{3}-[a-f]{4}").text)
+    assert re.fullmatch(r"(a\+)*b", ask(guided_grammar='start: ("a" "+")~2 "b"').text)
+    with pytest.raises(openai.BadRequestError, match="look-around") as refusal:
+        ask(structured_outputs={"regex": "(?=a)"})
+    assert refusal.value.param == "structured_outputs.regex"
+    plain = ask(0.0)
+    first = plain.token_ids[0]
+    assert ask(0.0, logit_bias={str(first): -100}).token_ids[0] != first
+    assert set(ask(logit_bias={str(first): 100}).token_ids) == {first}
+    other: Any = openai.OpenAI(base_url=gateway.url, api_key=KEY)
+    text = other.post("/detokenize", body={"tokens": plain.token_ids}, cast_to=object)
+    assert text == {"prompt": plain.text}
+    tokens = other.post("/tokenize", body={"prompt": "It is a truth"}, cast_to=object)["tokens"]
+    assert plain.prompt_token_ids == tokens
+
+
+def test_prompts_with_different_cache_salts_share_no_kv(gateway: Gateway) -> None:
+    client = gateway.client(max_retries=0)
+    prompt = "A salted prompt that is longer than two blocks of sixty-four tokens. " * 12
+
+    def cached(salt: str) -> int:
+        usage = client.completions.create(
+            model="demo", prompt=prompt, max_tokens=2, extra_body={"cache_salt": salt}
+        ).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        return usage.prompt_tokens_details.cached_tokens or 0
+
+    assert cached("a") == 0
+    wait_until(lambda: cached("a") >= 64, "the prompt to be found in the cache")
+    assert cached("b") == 0
 
 
 def test_logprobs_add_up_to_the_text(gateway: Gateway) -> None:

@@ -24,6 +24,18 @@ TOKENS_MAX = 4
 NO_DEFECT = {*TYPES, 200} - {499, 500}
 GENERATING = ("/v1/chat/completions", "/v1/completions")
 S_MAX = 60.0
+# Texts that are often an expression or a grammar: the description makes few of them.
+PATTERNS = strategies.text("ab.*+?()[]{}|\\^$0,2-é\n", max_size=24)
+RULES = strategies.text('ab"|()*+?/[]{}~&x<>%:=\n', max_size=40)
+FORMS = strategies.one_of(
+    PATTERNS.map(lambda text: {"structured_outputs": {"regex": text}}),
+    strategies.lists(PATTERNS, max_size=4).map(lambda texts: {"guided_choice": texts}),
+    RULES.map(lambda text: {"guided_grammar": f'start: x {text}\nx: "a"'}),
+    RULES.map(lambda text: {"guided_grammar": f'root ::= "a" {text}'}),
+    strategies.dictionaries(
+        strategies.integers(0, 2100).map(str), strategies.floats(-101, 101), max_size=4
+    ).map(lambda biases: {"logit_bias": biases, "return_token_ids": True}),
+)
 
 
 class WrongAnswer(AssertionError):
@@ -41,7 +53,10 @@ def fuzz(url: str, key: str, cases: int, seed: int) -> Counter[tuple[str, int]]:
         has_body = operation in bodied
         share = cases * 0.9 / len(bodied) if has_body else cases * 0.1 / len(operations)
         modes = [GenerationMode.POSITIVE, *([GenerationMode.NEGATIVE] if has_body else [])]
-        sent = strategies.one_of(*(operation.as_strategy(generation_mode=each) for each in modes))
+        kinds = [operation.as_strategy(generation_mode=each) for each in modes]
+        if operation.path in GENERATING:
+            kinds.append(of_a_form(operation))
+        sent = strategies.one_of(*kinds)
 
         def send(case: Any) -> None:
             cap(case, case.operation.path)
@@ -51,6 +66,18 @@ def fuzz(url: str, key: str, cases: int, seed: int) -> Counter[tuple[str, int]]:
 
         run_cases(send, sent, max(2, round(share)), seed)
     return found
+
+
+def of_a_form(operation: Any) -> Any:
+    """Requests that have only a prompt and the form or biases of their answer."""
+    prompt: dict[str, Any] = {"prompt": "hi"}
+    if "chat" in operation.path:
+        prompt = {"messages": [{"role": "user", "content": "hi"}]}
+    return FORMS.map(
+        lambda form: operation.Case(
+            body={**prompt, "cache_salt": "fuzz", **form}, media_type="application/json"
+        )
+    )
 
 
 def run_cases(send: Callable[[Any], None], sent: Any, cases: int, seed: int) -> None:

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake_store.block_keys import block_keys, chain_seed, extend_keys, tail_key
+from mooncake_store.block_keys import (
+    SALT_SEPARATOR,
+    block_keys,
+    chain_seed,
+    extend_keys,
+    tail_key,
+    tenant_of,
+)
 
 SEED = chain_seed("print")
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -45,6 +52,11 @@ def test_a_key_is_the_hash_of_its_block_keyed_with_the_key_before(
         key = hashlib.blake2b(raw, digest_size=16, key=key).digest()
         expected.append(key)
     assert block_keys(tokens, block_tokens, chain_seed("print", cache_salt=salt)) == expected
+
+
+def test_the_tenant_of_a_salt_is_before_the_separator() -> None:
+    for salt in ("", "a", f"a{SALT_SEPARATOR}", f"a{SALT_SEPARATOR}b{SALT_SEPARATOR}c"):
+        assert tenant_of(salt) == salt[:1]
 
 
 @given(first=TOKENS, second=TOKENS, block_tokens=st.integers(1, 5))

@@ -47,6 +47,7 @@ from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig, option_pro
 from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ConfigError, InvalidRequest
+from backends.tensors import STRUCTURAL_TAG, guide_name
 from mooncake_store.layout import LayerRange
 
 log = logging.getLogger(__name__)
@@ -216,13 +217,15 @@ class TrtllmEngine:
             position,
             tokens,
             prompt_tokens,
-            self._guided(params, position) if params.guided_json else None,
+            self._guided(params, position) if params.guide else None,
         )
 
     def _guided(self, params: SamplingParams, position: int) -> Any:
+        if params.guide_kind == STRUCTURAL_TAG:
+            return None  # the answer is free text, in which TensorRT-LLM does not force calls
         if refusal := guided_refusal(self._options, self.config.handoff, position):
-            raise InvalidRequest(refusal)
-        return self._package.guided(params.guided_json)
+            raise InvalidRequest(f"{guide_name(params.guide_kind)} {refusal}")
+        return self._package.guided(params.guide_kind, params.guide)
 
     def native_params(self, request_id: str, state: bytes) -> Any:
         cls = self._package.disaggregated_params

@@ -35,6 +35,7 @@ from typing import Any
 
 from backends.engine.trtllm.settings import GUIDED_BACKEND, OBJECTS, EngineSpec, TrtllmConfig
 from backends.errors import InvalidRequest
+from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, guide_name
 
 MISSING = (
     "engine is 'tensorrt_llm', but the package tensorrt_llm is not installed. Its wheels are on "
@@ -42,6 +43,8 @@ MISSING = (
     "(NGC tritonserver:<yy.mm>-trtllm-python-py3), or use engine 'torch'"
 )
 CONNECTOR_MODULE = "backends.engine.trtllm.connector"
+# Kind of a grammar -> keyword of GuidedDecodingParams.
+KEYWORD_OF_KIND = {JSON_SCHEMA: "json", REGEX: "regex", GRAMMAR: "grammar"}
 SCHEDULER_CLASS, WORKER_CLASS = "MooncakeConnectorScheduler", "MooncakeConnectorWorker"
 
 
@@ -98,12 +101,12 @@ class Package:
         cls = self._class(name)
         return cls(**only_accepted(cls, keywords))
 
-    def guided(self, schema: str) -> Any:
-        """What its SamplingParams say of a JSON schema."""
+    def guided(self, kind: str, guide: str) -> Any:
+        """TensorRT-LLM's GuidedDecodingParams of a grammar. Raises InvalidRequest."""
         try:
-            return self._class("GuidedDecodingParams")(json=schema)
+            return self._class("GuidedDecodingParams")(**{KEYWORD_OF_KIND[kind]: guide})
         except PackageProblem as problem:
-            raise InvalidRequest(f"guided_json: {problem}") from None
+            raise InvalidRequest(f"{guide_name(kind)}: {problem}") from None
 
     def unknown(self, name: str, keywords: Iterable[str]) -> list[str]:
         """Those of `keywords` that this configuration class does not have."""

@@ -62,6 +62,8 @@ def llm_sampling(
         )
     if params.scores_prompt:
         raise InvalidRequest("prompt_logprobs is not supported by workers with TensorRT-LLM")
+    if params.logit_bias:
+        raise InvalidRequest("logit_bias is not supported by workers with TensorRT-LLM")
     keywords: dict[str, Any] = {
         "max_tokens": tokens,
         "end_id": params.end_ids[0] if params.end_ids else NEVER,
@@ -106,18 +108,18 @@ def llm_sampling(
 
 
 def guided_refusal(options: Mapping[str, Any], handoff: str, position: int) -> str:
-    """Why an answer cannot be held to a schema there, or nothing.
+    """Why an answer cannot be held to a grammar there, after the input's name; or nothing.
 
     TensorRT-LLM's grammar begins with the generation of its own request. The first token of an
     answer reaches a decode engine as generated only where the engines hand over by themselves;
     through the store it comes as the end of a prompt, as do the tokens that a lost attempt left.
     """
     if not options.get(GUIDED_BACKEND):
-        return f"guided_json needs {GUIDED_BACKEND} in llm_options of the workers"
+        return f"needs {GUIDED_BACKEND} in llm_options of the workers"
     if handoff != "native":
-        return "guided_json needs handoff native: TensorRT-LLM begins its grammar anew in decode"
+        return "needs handoff native: TensorRT-LLM begins its grammar anew in decode"
     if position:
-        return "guided_json: TensorRT-LLM cannot go on with an answer that was begun; ask again"
+        return "cannot go on with an answer that was begun (TensorRT-LLM); ask again"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""The JSON schemas that force calls: of one named function, or of a list of calls.
+"""The JSON schemas of calls: arguments of one function, a list of calls, a call of any function.
 
 A named call's answer is the arguments alone. A required call's answer is a list:
 
@@ -37,9 +37,22 @@ def arguments_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 def calls_schema(
     functions: Sequence[tuple[str, Mapping[str, Any] | None]], is_parallel: bool
 ) -> dict[str, Any]:
-    """The schema of a list of calls, in the newest draft of JSON Schema. `functions`: (name,
-    parameters) each. `is_parallel`: the list may have several calls. Raises ValueError with the
-    problems of a function whose parameters no guide can follow."""
+    """The schema of a list of calls, in the newest draft of JSON Schema. `is_parallel`: the list
+    may have several calls. Raises ValueError as `call_schema` does."""
+    found = call_schema(functions, "parameters")
+    definitions = found.pop("$defs")
+    found = {"type": "array", "items": found, "minItems": 1}
+    if not is_parallel:
+        found["maxItems"] = 1
+    return found | {"$defs": definitions}
+
+
+def call_schema(
+    functions: Sequence[tuple[str, Mapping[str, Any] | None]], key: str
+) -> dict[str, Any]:
+    """The schema of a call of one of the functions. `functions`: (name, parameters) each. `key`:
+    name of the arguments in a call. Raises ValueError with the problems of a function whose
+    parameters no guide can follow."""
     calls, definitions = [], {}
     for number, (name, parameters) in enumerate(functions):
         schema, problems = read_schema(json.dumps(arguments_schema(parameters)))
@@ -50,16 +63,12 @@ def calls_schema(
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"enum": [name]}, "parameters": {"$ref": place}},
-                "required": ["name", "parameters"],
+                "properties": {"name": {"enum": [name]}, key: {"$ref": place}},
+                "required": ["name", key],
                 "additionalProperties": False,
             }
         )
-    items = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    found: dict[str, Any] = {"type": "array", "items": items, "minItems": 1}
-    if not is_parallel:
-        found["maxItems"] = 1
-    return found | {"$defs": definitions}
+    return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": definitions}
 
 
 def _moved(schema: Any, place: str) -> Any:

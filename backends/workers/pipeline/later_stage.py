@@ -358,8 +358,9 @@ def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn
     output = np.frombuffer(last.output_ids, np.int32).tolist()
     sampling, guide = last.sampling, None
     try:
-        if sampling.guided_json:
-            guide = guides.guide(sampling.guided_json, sampling.end_ids, output)
+        if sampling.guide:
+            kind = sampling.guide_kind
+            guide = guides.guide(sampling.guide, sampling.end_ids, output, kind)
         return draw(logits, sampling, len(output), prompt, output, guide), ""
     except InvalidRequest as error:  # the request's schema is invalid at every worker
         return NO_TOKEN, error.wire_message()

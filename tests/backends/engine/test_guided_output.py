@@ -49,7 +49,7 @@ def answers(engine: TorchEngine, asked: list[dict[str, Any]]) -> tuple[int, int]
         temperature = 0.0 if index % 2 else 1.2
         params.append(
             SamplingParams(
-                TOKENS_MAX, temperature=temperature, seed=index, end_ids=END_IDS, guided_json=text
+                TOKENS_MAX, temperature=temperature, seed=index, end_ids=END_IDS, guide=text
             )
         )
         followed.append(schema)

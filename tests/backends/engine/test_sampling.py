@@ -29,6 +29,8 @@ from backends.engine.sampling import (
     uniform,
 )
 from backends.engine.sampling_params import SamplingLimits, SamplingParams
+from backends.tensors import GRAMMAR
+from backends.token_logprobs import token_logprobs
 
 VOCABULARY = 500
 LIMITS = SamplingLimits(prompt_tokens=10, context_tokens_max=100, vocabulary_tokens=VOCABULARY)
@@ -169,6 +171,46 @@ def test_presence_and_frequency_count_output_tokens_only() -> None:
     assert adjusted[[1, 2, 3]].tolist() == [0.0, -1.0, -0.75]
 
 
+def test_a_bias_is_added_before_penalties_and_changes_no_logprob(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(50):
+        logits = random_logits(chance.randrange(2**32))
+        bias = {chance.randrange(VOCABULARY): chance.uniform(-100, 100) for _ in range(20)}
+        seen = [chance.randrange(VOCABULARY) for _ in range(9)]
+        expected = logits.copy()
+        for token_id, added in bias.items():
+            expected[token_id] += np.float32(added)
+        for token_id in set(seen):
+            expected[token_id] *= 1.5 if expected[token_id] < 0 else 1 / 1.5
+            expected[token_id] -= 0.5 * seen.count(token_id) + 0.25
+        given = params(
+            temperature=0.0,
+            logit_bias=tuple(bias.items()),
+            repetition_penalty=1.5,
+            frequency_penalty=0.5,
+            presence_penalty=0.25,
+            top_logprobs=1,
+        )
+        before = logits.copy()
+        adjusted = adjusted_logits(logits, given, 9, [], seen)
+        np.testing.assert_allclose(adjusted, expected, rtol=1e-5, atol=1e-5)
+        drawn = draw(logits, given, 9, [], seen)
+        assert drawn.token_id == int(np.argmax(adjusted))
+        assert drawn.logprobs == token_logprobs(before, drawn.token_id, 1)
+        np.testing.assert_array_equal(logits, before)
+
+
+def test_a_bias_chooses_among_the_tokens_that_a_grammar_allows() -> None:
+    logits = np.zeros(VOCABULARY, dtype=np.float32)
+    allowed = np.zeros(VOCABULARY, np.bool_)
+    allowed[[5, 6]] = True
+    for temperature in (0.0, 1.0):
+        given = params(temperature=temperature, logit_bias=((4, 100.0), (6, 50.0), (5, -100.0)))
+        assert sample(logits, given, 0, [1], [], allowed) == 6
+        banned = params(temperature=temperature, logit_bias=((6, -100.0), (5, -100.0)))
+        assert sample(logits, banned, 0, [1], [], allowed) in (5, 6)
+
+
 def test_end_ids_cannot_be_drawn_before_min_tokens() -> None:
     logits = np.zeros(VOCABULARY, dtype=np.float32)
     logits[3] = 50.0
@@ -214,6 +256,17 @@ def test_extreme_temperatures_still_draw_a_token(temperature: float) -> None:
         ({"stop_words": ("a",) * 33}, "stop_words has 33 words; use at most 32"),
         ({"stop_words": ("é" * 129,)}, "has 258 bytes; use at most 256"),
         ({"stop_words": ("",)}, "stop_words[0] is empty"),
+        ({"logit_bias": ((VOCABULARY, 1.0),)}, "logit_bias has token 500, outside the vocabulary"),
+        ({"logit_bias": ((-1, 1.0),)}, "logit_bias has token -1, outside the vocabulary"),
+        ({"logit_bias": ((1, 100.5),)}, "logit_bias of token 1 is 100.5; use -100 to 100"),
+        ({"logit_bias": ((1, float("nan")),)}, "logit_bias of token 1 is nan"),
+        ({"logit_bias": ((1, 1.0),) * 1025}, "logit_bias has 1,025 tokens; send at most 1,024"),
+        ({"guide": "{}"}, "guided_json needs an end token"),
+        ({"guide": "x" * 65_537, "end_ids": (1,)}, "guided_json has 65,537 bytes"),
+        (
+            {"guide": "x" * 16_385, "guide_kind": GRAMMAR, "end_ids": (1,)},
+            "guided_decoding_guide has 16,385 bytes; send at most 16,384",
+        ),
     ],
 )
 def test_each_broken_limit_is_named_with_its_remedy(values: dict[str, Any], words: str) -> None:
@@ -249,6 +302,7 @@ def test_the_largest_logits_of_all_rows_are_what_greedy_requests_draw() -> None:
     "values",
     [
         {"temperature": 1.0},
+        {"logit_bias": ((3, 1.0),)},
         {"repetition_penalty": 1.1},
         {"presence_penalty": 0.5},
         {"frequency_penalty": 0.5},

@@ -71,6 +71,18 @@ def test_a_streamed_answer_is_one_response_per_message_with_what_was_asked() -> 
     assert last["num_output_tokens"].tolist() == [2]
 
 
+def test_the_ids_of_the_prompt_are_in_the_first_response_if_they_are_named() -> None:
+    asked = request(input_ids=[8, 9], stream=True)
+    client = Listener(frozenset({"output_ids", "prompt_ids"}))
+    streamed, whole = StreamedAnswer(asked, client), WholeAnswer(asked, client)
+    for message in messages():
+        streamed.add(message)
+        whole.add(message)
+    whole.finish()
+    assert [sent["prompt_ids"].tolist() for sent, _ in client.sent] == [[8, 9], [], [8, 9]]
+    assert {sent["prompt_ids"].dtype for sent, _ in client.sent} == {np.dtype(np.int32)}
+
+
 def test_a_whole_answer_puts_all_messages_and_both_halves_of_the_decision_together() -> None:
     client = Listener()
     answer = WholeAnswer(request(return_decision=True), client)

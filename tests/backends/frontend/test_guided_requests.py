@@ -11,6 +11,7 @@ import pytest
 
 from backends.errors import InvalidRequest
 from backends.frontend import sampling as client_sampling
+from backends.tensors import JSON_SCHEMA
 from backends.text import guides
 from backends.text.tokenizer import Tokenizer
 from tests.backends.frontend.test_request_logprobs import LogprobsClient
@@ -116,7 +117,7 @@ def test_where_the_frontend_lacks_the_package_it_names_keywords_and_a_worker_say
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(guides, "is_installed", lambda: False)
-    assert client_sampling.guide_problems(TOKENIZER, "{}", (0,)) == []
+    assert client_sampling.guide_problems(TOKENIZER, JSON_SCHEMA, "{}", (0,)) == []
     assert "not at #" in refusal(site, guided_json='{"not": {}}')
     assert not site.calls.models
     assert "needs the package llguidance" in refusal(site)

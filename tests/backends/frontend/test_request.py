@@ -14,6 +14,7 @@ from backends import tensors
 from backends.errors import InvalidRequest
 from backends.frontend.request import ClientRequest, parse, parse_prompt
 from backends.text.tokenizer import Tokenizer
+from mooncake_store.block_keys import SALT_SEPARATOR
 from tests.backends.asking import DTYPES, LIMITS, TOKENIZER, array, ask, assert_matches, refusal
 from tests.backends.small_tokenizers import BOS, byte_level, tokenizer_of
 
@@ -36,6 +37,7 @@ def test_everything_that_may_be_said_arrives() -> None:
     request = ask(
         {
             "tenant": "blue",
+            "cache_salt": "salt",
             "request_priority": -3,
             "prefill_worker": "prefill_1",
             "decode_worker": "d",
@@ -73,7 +75,7 @@ def test_everything_that_may_be_said_arrives() -> None:
     assert (sampling.frequency_penalty, sampling.seed) == (0.5, 2**64 - 1)
     assert (sampling.stop_words, sampling.end_ids) == (("a", "日本"), (3,))
     assert (request.is_stream, request.stream_interval) == (True, 4)
-    assert (request.cache_salt, request.priority) == ("blue", -3)
+    assert (request.cache_salt, request.priority) == (f"blue{SALT_SEPARATOR}salt", -3)
     assert (request.prefill_worker, request.decode_worker) == ("prefill_1", "d")
     assert request.timeout_ms == 2500
     assert request.wants_decision and not request.includes_prompt
@@ -101,6 +103,21 @@ def test_prompts_come_as_text_ids_or_messages() -> None:
     assert TOKENIZER.decode(prompt, skip_special=False) == f"{BOS}<user>a\nb<assistant>"
     arrays = {"text_input": array("text_input", "hello")}
     assert parse_prompt(arrays, TOKENIZER, LIMITS).tolist() == TOKENIZER.encode("hello")
+
+
+def test_special_tokens_are_added_to_a_text_and_not_to_a_chat_unless_told_otherwise() -> None:
+    begin = TOKENIZER.encode("", add_special=True)
+    assert begin and TOKENIZER.encode("", add_special=False) == []
+    chat = json.dumps([{"role": "user", "content": "a"}])
+    for prompt in ({"text_input": "hello"}, {"messages": chat}):
+        with_it, without = (
+            ask(**prompt, add_special_tokens=each).prompt_ids.tolist() for each in (True, False)
+        )
+        assert with_it == begin + without
+        default = ask(**prompt).prompt_ids.tolist()
+        assert default == (without if "messages" in prompt else with_it)
+    ids = ask(input_ids=[5, 6], add_special_tokens=True).prompt_ids.tolist()
+    assert ids == [5, 6]
 
 
 def test_the_prompt_precedes_the_answer_only_if_it_is_explicitly_not_excluded() -> None:
@@ -184,7 +201,7 @@ def test_messages_need_a_chat_template() -> None:
     [
         ({"max_tokenz": 5}, "unknown parameter 'max_tokenz'; did you mean max_tokens?"),
         ({"tennant": "x"}, "unknown parameter 'tennant'; did you mean tenant?"),
-        ({"qqqq": 1}, "unknown parameter 'qqqq'; known: request_priority, tenant, timeout_ms"),
+        ({"qqqq": 1}, "unknown parameter 'qqqq'; known: request_priority, tenant, cache_salt"),
         ({"max_tokens": 5}, "max_tokens is an input, not a parameter; send it as a tensor INT32"),
         ({"request_priority": "high"}, "parameter request_priority is 'high'; send an integer"),
         ({"request_priority": True}, "parameter request_priority is True; send an integer"),

@@ -263,5 +263,8 @@ def test_responses_without_logprobs_of_the_prompt_have_none(site: Site) -> None:
     client = PromptClient()
     site.submit(client, prompt(1, 10), max_tokens=3)
     client.wait()
-    assert all(each[name].size == 0 for each in client.of_prompt for name in PROMPT_OUTPUTS)
+    first, *others = client.of_prompt
+    assert first["prompt_ids"].tolist() == prompt(1, 10), "named, so it is sent"
+    assert all(first[name].size == 0 for name in PROMPT_OUTPUTS[1:])
+    assert all(each[name].size == 0 for each in others for name in PROMPT_OUTPUTS)
     site.check_idle()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from backends.engine.sampling_params import STOP_WORD_BYTES_MAX, STOP_WORDS_MAX
+from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX
 from tests.backends.asking import TOKENIZER, ask, assert_matches, refusal
 
 
@@ -79,10 +80,49 @@ def test_the_default_length_shrinks_to_what_fits_and_grows_to_min_tokens() -> No
         ({"beam_width": 4}, "beam_width is not supported by this server; leave it out or send 1"),
         ({"lora_task_id": 7}, "lora_task_id is not supported"),
         ({"bad_words": ["x"]}, "bad_words is not supported"),
+        ({"guided_decoding_guide": "a"}, "guided_decoding_guide_type need each other"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide and"),
+        (
+            {"guided_decoding_guide_type": "xml", "guided_decoding_guide": "a"},
+            "is 'xml'; use json,",
+        ),
+        (
+            {
+                "guided_decoding_guide_type": "regex",
+                "guided_decoding_guide": "a",
+                "guided_json": "{}",
+            },
+            "guided_json exclude each other",
+        ),
+        (
+            {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": '{"not": {}}'},
+            "guided_decoding_guide: not at #",
+        ),
+        (
+            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(?=a)"},
+            "guided_decoding_guide cannot be followed: pattern: error: look-around",
+        ),
     ],
 )
 def test_a_broken_limit_is_named_with_the_remedy(inputs: dict[str, Any], expected: str) -> None:
     assert_matches(expected, refusal(**inputs))
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "kind", "guide"),
+    [
+        ("json", "", JSON_SCHEMA, "{}"),
+        ("json_schema", '{"const": 1}', JSON_SCHEMA, '{"const": 1}'),
+        ("regex", "a+", REGEX, "a+"),
+        ("ebnf_grammar", 'root ::= "a"', GRAMMAR, 'root ::= "a"'),
+        ("", "", JSON_SCHEMA, ""),
+    ],
+)
+def test_a_grammar_may_come_in_the_inputs_of_tensorrt_llm(
+    given: str, text: str, kind: str, guide: str
+) -> None:
+    sampling = ask(guided_decoding_guide_type=given, guided_decoding_guide=text).sampling
+    assert (sampling.guide_kind, sampling.guide) == (kind, guide)
 
 
 def test_the_older_spellings_count() -> None:
@@ -118,6 +158,7 @@ def test_vllms_json_may_write_numbers_as_strings_and_tensors_win() -> None:
             "frequency_penalty": "0.25",
             "repetition_penalty": 1.5,
             "ignore_eos": None,
+            "logit_bias": {"5": "1.5", "7": -3},
         }
     )
     sampling = ask(sampling_parameters=text, max_tokens=7).sampling
@@ -125,6 +166,7 @@ def test_vllms_json_may_write_numbers_as_strings_and_tensors_win() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.5, 0.9, 0)
     assert (sampling.min_p, sampling.stop_words) == (0.1, ("END",))
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, 0.25)
+    assert sampling.logit_bias == ((5, 1.5), (7, -3.0))
     assert ask(sampling_parameters='{"stop": ["a", "b"]}').sampling.stop_words == ("a", "b")
     both = ask(sampling_parameters='{"stop": "a"}', stop_words=["c"])
     assert both.sampling.stop_words == ("c",)
@@ -139,6 +181,10 @@ def test_vllms_json_may_write_numbers_as_strings_and_tensors_win() -> None:
         ("[" * 60_000, "sampling_parameters is not valid JSON"),
         ('{"max_token": 5}', "'max_token' is not supported; did you mean max_tokens?"),
         ('{"logprobs": 5}', "'logprobs' is not supported"),
+        ('{"logit_bias": [5]}', "logit_bias is .*; send an object"),
+        ('{"logit_bias": {"a": 5}}', "logit_bias is .*; invalid literal"),
+        ('{"logit_bias": {"5": null}}', "logit_bias is .*; send a number"),
+        ('{"logit_bias": {"5": NaN}}', "logit_bias of token 5 is nan"),
         ('{"max_tokens": "six"}', "max_tokens is 'six'"),
         ('{"max_tokens": 1.5}', "max_tokens is 1.5; send a whole number"),
         ('{"max_tokens": true}', "max_tokens is True; send a whole number"),

@@ -26,6 +26,7 @@ from backends.tensors import TEXT_BYTES_MAX
 from backends.text.tokenizer import Tokenizer
 from bench.clients.openai_calls import HARMLESS
 from loadtest.harness.server import PROJECT
+from mooncake_store.block_keys import SALT_SEPARATOR
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SEED = 77
@@ -185,6 +186,34 @@ def test_stop_token_ids_end_the_answer_beside_the_end_token(tokenizer: Tokenizer
     assert read.sampling.end_ids == (7,)
 
 
+def test_a_bias_a_salt_and_special_tokens_reach_the_conductor(tokenizer: Tokenizer) -> None:
+    read = as_the_conductor_reads(completion(logit_bias={"5": 1, "7": -2.5}), tokenizer)
+    assert read.sampling.logit_bias == ((5, 1.0), (7, -2.5))
+    assert completion(logit_bias={}) == completion()
+    salted = chat(cache_salt="s", tenant="t")
+    assert as_the_conductor_reads(salted, tokenizer).cache_salt == f"t{SALT_SEPARATOR}s"
+    salts = [{"cache_salt": "a"}, {"tenant": "a"}, {"cache_salt": "ab"}, {}]
+    found = {as_the_conductor_reads(chat(**each), tokenizer).cache_salt for each in salts}
+    assert len(found) == len(salts)
+    for flag in (True, False):
+        asked = chat(add_special_tokens=flag)
+        assert asked.inputs["add_special_tokens"] is flag
+        assert as_the_conductor_reads(asked, tokenizer).prompt_ids.size
+
+
+def test_token_ids_are_outputs_of_the_conductor() -> None:
+    assert set(chat(return_token_ids=True).outputs) >= {"output_ids", "prompt_ids"}
+    both = completion(return_token_ids=True, logprobs=1).outputs
+    assert len(set(both)) == len(both) and {"prompt_ids", "output_log_probs"} <= set(both)
+    assert chat(return_token_ids=False) == chat()
+
+
+def test_every_ignored_field_is_taken_on_both_routes() -> None:
+    values = {"text": "x", "flag": True, "object": {"a": 1}}
+    said = {name: values[kind] for name, kind in fields.IGNORED.items()}
+    assert chat(**said) == chat() and completion(**said) == completion()
+
+
 def test_max_completion_tokens_is_the_newer_name() -> None:
     assert chat(max_completion_tokens=5).inputs["max_tokens"] == 5
     assert chat(max_completion_tokens=5, max_tokens=5) == chat(max_tokens=5)
@@ -223,7 +252,15 @@ def test_messages_of_text_parts_and_answers_sent_back_are_understood(tokenizer: 
         (CHAT, {"n": True}, "n"),
         (CHAT, {"best_of": 2}, "best_of"),
         (COMPLETION, {"best_of": 33}, "best_of"),
-        (CHAT, {"logit_bias": {"5": 1}}, "logit_bias"),
+        (CHAT, {"logit_bias": [5]}, "logit_bias"),
+        (CHAT, {"logit_bias": {"a": 1}}, "logit_bias.a"),
+        (COMPLETION, {"logit_bias": {"-1": 1}}, "logit_bias.-1"),
+        (COMPLETION, {"logit_bias": {"5": "1"}}, "logit_bias.5"),
+        (CHAT, {"add_special_tokens": 1}, "add_special_tokens"),
+        (CHAT, {"return_token_ids": 1}, "return_token_ids"),
+        (CHAT, {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        (COMPLETION, {"cache_salt": 5}, "cache_salt"),
+        (COMPLETION, {"user": 5}, "user"),
         (CHAT, {"images": ["x"]}, "images"),
         (CHAT, {"max_token": 5}, "max_token"),
         (CHAT, {"max_tokens": "5"}, "max_tokens"),
@@ -360,7 +397,7 @@ def test_a_response_format_is_the_conductors_schema(tokenizer: Tokenizer) -> Non
     asked = chat(response_format=named)
     assert json.loads(asked.inputs["guided_json"]) == schema
     assert list(json.loads(asked.inputs["guided_json"])["properties"]) == ["b", "a"], "their order"
-    assert as_the_conductor_reads(asked, tokenizer).sampling.guided_json
+    assert as_the_conductor_reads(asked, tokenizer).sampling.guide
     asked = completion(response_format={"type": "json_object"})
     assert json.loads(asked.inputs["guided_json"]) == {"type": "object"}
     assert chat(response_format={"type": "text"}) == chat()
@@ -479,6 +516,13 @@ LONG = "word " * 50_000
         (COMPLETION, {"echo": True, "logprobs": 21}, "logprobs"),
         (COMPLETION, {"echo": True, "logprobs": -1}, "logprobs"),
         (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"tenant": "a\0b"}, "tenant"),
+        (CHAT, {"cache_salt": "x" * 300}, "cache_salt"),
+        (CHAT, {"logit_bias": {"2048": 1}}, "logit_bias"),
+        (CHAT, {"logit_bias": {"1": 101}}, "logit_bias"),
+        (CHAT, {"logit_bias": {"9" * 400: 1}}, "logit_bias"),
+        (CHAT, {"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
+        (CHAT, {"logit_bias": {str(number): 1 for number in range(9_000)}}, "logit_bias"),
     ],
 )
 def test_what_the_conductor_refuses_names_the_clients_field(

@@ -1,14 +1,17 @@
-"""Where tokens begin in the text of a completion."""
+"""Where tokens begin in the text of a completion, and the ids of tokens."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.gateway.fields import COMPLETION
+from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.logprobs import LogprobsWriter, PieceLogprobs
+from bench.harness.replayed_frontend import TOKEN_ID
+from tests.backends.gateway.rig import Rig, run
 
 
 class Pieces:
@@ -56,3 +59,32 @@ def test_offsets_of_any_bytes_stay_within_the_text_and_in_order(pieces: list[byt
     found = offsets(pieces)
     assert found == sorted(found)
     assert all(0 <= offset <= len(b"".join(pieces).decode("utf-8", "replace")) for offset in found)
+
+
+def test_token_ids_come_in_vllms_shapes() -> None:
+    prompt = list(b"hi")  # the replayed frontend has a token for each byte
+
+    async def check(rig: Rig) -> None:
+        whole = (await rig.post(CHAT, max_tokens=2, return_token_ids=True)).json
+        assert whole["prompt_token_ids"] == prompt
+        assert whole["choices"][0]["token_ids"] == [TOKEN_ID] * 2
+        choice = (await rig.post(COMPLETION, max_tokens=2, return_token_ids=True)).json["choices"][
+            0
+        ]
+        assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, [TOKEN_ID] * 2)
+        asked: dict[str, Any] = {"max_tokens": 3, "stream": True, "return_token_ids": True}
+        further: list[dict[str, Any]] = [{}, {"logprobs": True}]
+        for more in (*further, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
+            opening, *chunks, _ = (await rig.post(CHAT, **asked, **more)).events
+            assert opening["prompt_token_ids"] == prompt
+            assert all("prompt_token_ids" not in each for each in chunks)
+            choices = [each["choices"][0] for each in chunks]
+            ids = [token_id for each in choices for token_id in each.get("token_ids", [])]
+            assert ids == [TOKEN_ID] * 3
+        first, *chunks, _ = (await rig.post(COMPLETION, **asked)).events
+        assert first["choices"][0]["prompt_token_ids"] == prompt
+        assert all("prompt_token_ids" not in each["choices"][0] for each in chunks)
+        plain = (await rig.post(CHAT, max_tokens=2)).json
+        assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+    run(check)

@@ -11,8 +11,12 @@ from backends.gateway.app import PATHS
 from backends.gateway.fields import CHAT
 from backends.gateway.infer_request import GatewayRequest, read_request
 from backends.statuses import HttpRefusal
+from backends.tensors import STRUCTURAL_TAG
 from backends.text.json_schema import read_schema
+from backends.text.tool_calls.formats import FORMATS
+from backends.text.tool_calls.formats import HERMES as HERMES_FORMAT
 from tests.backends.gateway.rig import HttpAnswer, Rig, run
+from tests.backends.text.test_guide_kinds import is_followed
 
 ADD = {
     "type": "function",
@@ -55,6 +59,45 @@ def test_required_calls_are_guided_by_a_list(is_parallel: bool) -> None:
     schema = json.loads(inputs["guided_json"])
     assert read_schema(inputs["guided_json"])[1] == []
     assert schema["minItems"] == 1 and schema.get("maxItems") == (None if is_parallel else 1)
+
+
+def test_strict_functions_are_guided_in_a_format_that_a_grammar_can_force() -> None:
+    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
+    free = {"type": "function", "function": {"name": "free", "parameters": ADD["function"]}}
+    tools = read(tools=[strict, free]).tools
+    assert tools is not None
+    form = tools.strict_form(HERMES_FORMAT)
+    assert form is not None and (form.field, form.kind) == ("tools", STRUCTURAL_TAG)
+    allowed = '<tool_call>\n{"name": "free", "arguments": {"x": null}}\n</tool_call>'
+    for answer, is_allowed in (
+        (HERMES, True),
+        (allowed, True),
+        (HERMES.replace("1", '"1"'), False),
+    ):
+        assert is_followed(form.kind, form.text, answer) == is_allowed, answer
+    for each in FORMATS.values():
+        assert (tools.strict_form(each) is None) == (each is not HERMES_FORMAT)
+    for fields in ({}, {"tools": [strict], "tool_choice": "required"}):
+        others = read(**fields).tools
+        assert others is not None and others.strict_form(HERMES_FORMAT) is None
+
+
+def test_an_answer_of_strict_functions_is_guided_and_its_calls_are_found() -> None:
+    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
+
+    async def test(rig: Rig) -> None:
+        message, _, stream = await chat(rig, HERMES, tools=[strict])
+        assert called(message) == called(stream) == [("add", '{"a": 1}')]
+        sent = {each.name for each in rig.frontend.requests[-1].inputs}
+        assert {"guided_decoding_guide", "guided_decoding_guide_type"} <= sent
+        wrong = {"name": "f", "strict": True, "parameters": {"type": "object", "minimun": 1}}
+        answer = await rig.post(CHAT, tools=[{"function": wrong}])
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+        await chat(rig, HERMES)
+        sent = {each.name for each in rig.frontend.requests[-1].inputs}
+        assert "guided_decoding_guide" not in sent
+
+    run(test)
 
 
 def test_calls_and_results_of_earlier_answers_reach_the_conductor() -> None:

@@ -122,6 +122,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"tenants": {"": {}}}, "a name has 1 to 64"),
     ({"tenants": {"a\n": {}}}, "a name has 1 to 64"),
     ({"tenants": {"a": {"salt": "x" * 257}}}, "longer than 256"),
+    ({"tenants": {"a": {"salt": "x\0"}}}, "its salt has"),
     ({"tenants": {"default": {"salt": "x"}}}, "remove its salt"),
     ({"tenants": {"a": {"priority": 2**31}}}, "priority is"),
     ({"tenants": {"a": {"tokens_per_minute": -1}}}, "tokens_per_minute is -1"),

@@ -14,6 +14,7 @@ from backends.errors import Forbidden
 from backends.tenants import ApiKeys, tenant_parameters
 from backends.tenants.principal import Principal, check_is_gateway, principal_of
 from backends.tenants.proof import AGE_S_MAX, GATEWAY, is_proven, prove
+from mooncake_store.block_keys import SALT_SEPARATOR
 
 SECRET, NOW_S = "0123456789abcdef", 1_800_000_000.0
 
@@ -65,6 +66,7 @@ def test_a_proven_tenant_gets_the_salt_of_the_file_and_may_only_lower_its_priori
         "salt of a",
         "salt of a",
     )
+    assert principal.salt(f"b{SALT_SEPARATOR}c") == f"salt of a{SALT_SEPARATOR}c"
     assert [principal.priority(said) for said in (None, 9, 2, 1, -3)] == [2, 2, 2, 1, -3]
 
 

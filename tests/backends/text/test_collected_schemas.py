@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.engine.sampling_params import GUIDED_JSON_BYTES_MAX
+from backends.engine.sampling_params import GUIDE_BYTES_MAX
 from backends.errors import InvalidRequest
 from tests.backends.text.test_guides import (
     END_IDS,
@@ -241,7 +241,7 @@ def test_every_schema_of_a_collection_is_refused_by_name_or_its_answers_validate
     for path in sorted(Path(os.environ["JSONSCHEMABENCH"]).glob("*/*.json")):
         schema = json.loads(path.read_text())
         text = json.dumps(schema, separators=(",", ":"))
-        if len(text) > GUIDED_JSON_BYTES_MAX:
+        if len(text) > GUIDE_BYTES_MAX:
             counts["larger than a request may have it"] += 1
             continue
         started_s = time.perf_counter()

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jsonschema.validators import validator_for
 
 from backends.errors import InvalidRequest
+from backends.tensors import JSON_SCHEMA
 from backends.text import guides
 from backends.text.guides import Guides, guides_of
 from backends.text.json_schema import KEYWORDS
@@ -34,9 +35,9 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base
 CLOSING = [*END_IDS, *(token_id for text in ('"', "}", "]") for token_id in TOKENIZER.encode(text))]
 
 
-def drawn_at_random(text: str, chance: np.random.Generator) -> str | None:
+def drawn_at_random(text: str, chance: np.random.Generator, kind: str = JSON_SCHEMA) -> str | None:
     """An answer that a model could give which likes every token alike; None: it is too long."""
-    guide, output_ids = GUIDES.guide(text, END_IDS, []), list[int]()
+    guide, output_ids = GUIDES.guide(text, END_IDS, [], kind), list[int]()
     for count in range(TOKENS_MAX):
         allowed = guide.allowed()
         closing = [token_id for token_id in CLOSING if allowed[token_id]]
@@ -292,9 +293,9 @@ def test_a_grammar_is_compiled_once_and_only_the_latest_are_kept(
     compiled: list[str] = []
 
     class Counted(Guides):
-        def _compiled(self, text: str, vocabulary: Any) -> Any:
+        def _compiled(self, kind: str, text: str, vocabulary: Any) -> Any:
             compiled.append(text)
-            return super()._compiled(text, vocabulary)
+            return super()._compiled(kind, text, vocabulary)
 
     monkeypatch.setattr(guides, "GRAMMARS_MAX", 2)
     counted = Counted(lambda: TOKENIZER, TOKENIZER.vocabulary_tokens)
@@ -312,9 +313,9 @@ def test_a_refusal_is_remembered() -> None:
     compiled: list[str] = []
 
     class Counted(Guides):
-        def _compiled(self, text: str, vocabulary: Any) -> Any:
+        def _compiled(self, kind: str, text: str, vocabulary: Any) -> Any:
             compiled.append(text)
-            return super()._compiled(text, vocabulary)
+            return super()._compiled(kind, text, vocabulary)
 
     counted = Counted(lambda: TOKENIZER, TOKENIZER.vocabulary_tokens)
     for _ in range(3):
@@ -329,12 +330,12 @@ def test_a_schema_that_takes_long_holds_up_nobody_who_has_another_one() -> None:
     compiled: list[str] = []
 
     class Slow(Guides):
-        def _compiled(self, text: str, vocabulary: Any) -> Any:
+        def _compiled(self, kind: str, text: str, vocabulary: Any) -> Any:
             compiled.append(text)
             if text == slow:
                 begun.set()
                 assert may_end.wait(60)
-            return super()._compiled(text, vocabulary)
+            return super()._compiled(kind, text, vocabulary)
 
     held = Slow(lambda: TOKENIZER, TOKENIZER.vocabulary_tokens)
     with ThreadPoolExecutor(2) as pool:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from backends.gateway.gateway_traces import GatewayTraces, traceparent_in
 from backends.tracing.export import SpanExport, Tracing
+from backends.tracing.gateway_traces import GatewayTraces, traceparent_in
 from tests.backends.tracing.test_export import Collector
 
 PATHS = frozenset({"/v1/completions"})

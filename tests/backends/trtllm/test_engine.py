@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from backends.engine.trtllm.measuring import Stopwatch
 from backends.engine.trtllm.messages import ENVIRONMENT
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError, InvalidRequest
+from backends.tensors import GRAMMAR, REGEX, STRUCTURAL_TAG
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.trtllm.specs import decode_spec, prefill_spec
 
@@ -122,12 +124,17 @@ def test_a_decode_engine_that_hands_over_natively_has_no_pool_to_speak_of(
 
 
 def test_a_schema_is_translated_where_its_grammar_sees_the_whole_answer(fake_package: None) -> None:
-    guided = SamplingParams(max_tokens=3, end_ids=(1,), guided_json='{"type": "null"}')
+    guided = SamplingParams(max_tokens=3, end_ids=(1,), guide='{"type": "null"}')
     with_backend = '{"guided_decoding_backend": "xgrammar"}'
     made = engine(
         prefill_spec(kv_pages=4), TrtllmConfig(handoff="native", llm_options=with_backend)
     )
     assert made.sampling(guided, 0, 1).guided_decoding.json == '{"type": "null"}'
+    for kind, keyword in ((REGEX, "regex"), (GRAMMAR, "grammar")):
+        of_kind = made.sampling(replace(guided, guide_kind=kind), 0, 1).guided_decoding
+        assert getattr(of_kind, keyword) == guided.guide and of_kind.json is None
+    tagged = made.sampling(replace(guided, guide_kind=STRUCTURAL_TAG), 0, 1)
+    assert tagged.guided_decoding is None, "calls of strict functions are not forced"
     with pytest.raises(InvalidRequest, match="cannot go on with an answer that was begun"):
         made.sampling(guided, 2, 1)
     made.close()
@@ -139,6 +146,8 @@ def test_a_schema_is_translated_where_its_grammar_sees_the_whole_answer(fake_pac
         assert made.sampling(SamplingParams(max_tokens=3), 0, 1).guided_decoding is None
         with pytest.raises(InvalidRequest, match=words):
             made.sampling(guided, 0, 1)
+        with pytest.raises(InvalidRequest, match="logit_bias is not supported by workers with"):
+            made.sampling(SamplingParams(max_tokens=3, logit_bias=((1, 1.0),)), 0, 1)
         with pytest.raises(InvalidRequest, match="say no logprobs"):
             made.sampling(SamplingParams(max_tokens=3, top_logprobs=0), 0, 1)
         with pytest.raises(InvalidRequest, match=r"^prompt_logprobs is not supported by"):

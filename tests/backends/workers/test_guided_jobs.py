@@ -52,19 +52,19 @@ def test_while_a_worker_compiles_a_schema_it_takes_and_serves_other_requests(
     guides: Guides = getattr(pair, role)._guides
     compiled = guides._compiled
 
-    def slowly(text: str, vocabulary: Any) -> Any:
+    def slowly(kind: str, text: str, vocabulary: Any) -> Any:
         if text == SLOW:
             begun.set()
             assert may_end.wait(WAIT_S)
-        return compiled(text, vocabulary)
+        return compiled(kind, text, vocabulary)
 
     monkeypatch.setattr(guides, "_compiled", slowly)
     before = pair.ask(PROMPT, max_tokens=300)
     try:
-        held = pair.ask(PROMPT, max_tokens=100, end_ids=END_IDS, guided_json=SLOW)
+        held = pair.ask(PROMPT, max_tokens=100, end_ids=END_IDS, guide=SLOW)
         assert begun.wait(WAIT_S)
         names = json.dumps(NAMES)
-        beside = pair.ask(PROMPT, max_tokens=100, end_ids=END_IDS, guided_json=names)
+        beside = pair.ask(PROMPT, max_tokens=100, end_ids=END_IDS, guide=names)
         assert beside.wait() == expected(engine, names)
         assert len(before.wait()) == 300
         assert held.error is None and held.decode_reply is None
@@ -85,12 +85,12 @@ def test_short_answers_are_the_model_s_choice_among_what_validates(
 ) -> None:
     text = json.dumps(schema)
     for sampling in ({}, {"temperature": 2.0, "seed": 5}, {"temperature": 2.0, "seed": 6}):
-        output = pair.ask(PROMPT, max_tokens=100, end_ids=END_IDS, guided_json=text, **sampling)
+        output = pair.ask(PROMPT, max_tokens=100, end_ids=END_IDS, guide=text, **sampling)
         assert output.wait() == expected(engine, text, **sampling)
         assert output.output_ids[-1] in END_IDS
         jsonschema.validate(json.loads(TOKENIZER.decode(output.output_ids[:-1])), schema)
     for count in (1, 2):
-        cut = pair.ask(PROMPT, max_tokens=count, end_ids=END_IDS, guided_json=text)
+        cut = pair.ask(PROMPT, max_tokens=count, end_ids=END_IDS, guide=text)
         assert cut.wait() == expected(engine, text)[:count]
     pair.wait_until_idle()
 
@@ -103,7 +103,7 @@ def test_the_words_of_an_enum_come_in_tokens_that_are_no_whole_characters() -> N
 
 def test_a_stop_word_ends_a_guided_answer_where_it_comes(pair: Pair, engine: TorchEngine) -> None:
     text = json.dumps({"enum": ["one two three four"]})
-    asked: dict[str, Any] = {"max_tokens": 100, "end_ids": END_IDS, "guided_json": text}
+    asked: dict[str, Any] = {"max_tokens": 100, "end_ids": END_IDS, "guide": text}
     whole = expected(engine, text)
     stopped = pair.ask(PROMPT, stop_words=("three",), **asked)
     output = stopped.wait()
@@ -115,7 +115,7 @@ def test_a_stop_word_ends_a_guided_answer_where_it_comes(pair: Pair, engine: Tor
 
 def test_logprobs_of_a_guided_token_are_of_the_logits_before_the_grammar(pair: Pair) -> None:
     asked: dict[str, Any] = {"max_tokens": 1, "end_ids": END_IDS, "top_logprobs": 3}
-    free, guided = pair.ask(PROMPT, **asked), pair.ask(PROMPT, guided_json="{}", **asked)
+    free, guided = pair.ask(PROMPT, **asked), pair.ask(PROMPT, guide="{}", **asked)
     assert free.wait() != guided.wait()
     assert free.prefill_reply is not None and guided.prefill_reply is not None
     [of_free], [of_guided] = free.prefill_reply.logprobs, guided.prefill_reply.logprobs
@@ -128,6 +128,6 @@ def test_logprobs_of_a_guided_token_are_of_the_logits_before_the_grammar(pair: P
 def test_a_schema_that_the_worker_cannot_follow_is_the_request_s_fault_and_leaves_nothing(
     pair: Pair,
 ) -> None:
-    wrong = pair.ask(PROMPT, end_ids=END_IDS, guided_json='{"type": "null", "const": 1}')
+    wrong = pair.ask(PROMPT, end_ids=END_IDS, guide='{"type": "null", "const": 1}')
     assert "incompatible types" in str(wrong.wait_failed())
     pair.wait_until_idle()

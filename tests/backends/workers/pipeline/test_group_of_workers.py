@@ -83,7 +83,7 @@ def test_the_last_stage_says_logprobs_and_holds_the_token_to_the_schema(group: P
     prompt = [31, 57, 90] * 30
     free = group.ask(prompt, max_tokens=1, top_logprobs=2)
     [token_id] = free.wait()
-    guided = group.ask(prompt, max_tokens=1, end_ids=(0,), guided_json='{"const": true}')
+    guided = group.ask(prompt, max_tokens=1, end_ids=(0,), guide='{"const": true}')
     tokenizer = Tokenizer.load(checkpoint_folder("demo", ""))
     [first] = guided.wait()
     assert first != token_id and "true".startswith(tokenizer.decode([first]))
@@ -107,7 +107,7 @@ def test_a_schema_that_the_last_stage_cannot_follow_is_the_request_s_fault(
         raise InvalidRequest("guided_json: it is too large")
 
     monkeypatch.setattr(group.stages[-1]._guides, "guide", lost)
-    guided = group.ask([31, 57], max_tokens=1, end_ids=(0,), guided_json='{"const": true}')
+    guided = group.ask([31, 57], max_tokens=1, end_ids=(0,), guide='{"const": true}')
     guided.wait_over()
     assert isinstance(guided.error, InvalidRequest) and "it is too large" in str(guided.error)
     assert group.ask([31, 57], max_tokens=1).wait() == expected([31, 57], 1)

@@ -41,6 +41,8 @@ class DisaggregatedParams:
 @dataclass(kw_only=True)
 class GuidedDecodingParams:
     json: str | None = None
+    regex: str | None = None
+    grammar: str | None = None
 
 
 @dataclass(kw_only=True)

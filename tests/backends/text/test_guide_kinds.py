@@ -1,0 +1,163 @@
+"""Guides of regular expressions, grammars and structural tags: an answer drawn among the allowed
+tokens has the wanted form, or the text was refused with a reason."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.errors import InvalidRequest
+from backends.gateway.structured_outputs import read_structured
+from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
+from backends.text.guides import GRAMMARS_NODES_MAX, Guides
+from tests.backends.text.test_guides import END_IDS, GUIDES, SLOW, TOKENIZER, drawn_at_random
+
+ITEMS = ["a", "b", "é", r"\.", r"\n", " ", "[a-c0-3]", "[^x]", "0"]
+PATTERNS = st.recursive(
+    st.sampled_from(ITEMS),
+    lambda inner: st.one_of(
+        st.lists(inner, min_size=1, max_size=3).map("".join),
+        st.lists(inner, min_size=2, max_size=3).map(lambda each: f"({'|'.join(each)})"),
+        st.tuples(inner, st.sampled_from(["?", "*", "+", "{2}", "{1,3}"])).map(
+            lambda pair: f"(?:{pair[0]}){pair[1]}"
+        ),
+    ),
+    max_leaves=6,
+)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+ADD = {
+    "type": "object",
+    "properties": {"name": {"enum": ["add"]}, "arguments": {"$ref": "#/$defs/0"}},
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+    "$defs": {"0": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+STRUCTURE = {"begin": "<tool_call>\n", "schema": ADD, "end": "\n</tool_call>"}
+TAG = json.dumps({"triggers": ["<tool_call>"], "structures": [STRUCTURE]})
+
+
+def is_followed(kind: str, text: str, answer: str) -> bool:
+    """Whether the guide allows each token of this answer, and then an end id."""
+    guide = GUIDES.guide(text, END_IDS, [], kind)
+    for token_id in TOKENIZER.encode(answer):
+        if not guide.allowed()[token_id]:
+            return False
+        guide.advance(token_id)
+    return bool(guide.allowed()[list(END_IDS)].all())
+
+
+@given(PATTERNS, st.integers(0, 2**32))
+@settings(max_examples=150, suppress_health_check=SLOW)
+def test_random_answers_match_their_regular_expression(pattern: str, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    for _ in range(3):
+        answer = drawn_at_random(pattern, chance, REGEX)
+        assert answer is None or re.fullmatch(pattern, answer), (pattern, answer)
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=6).filter(any), st.integers(0, 2**32))
+@settings(max_examples=150, suppress_health_check=SLOW)
+def test_every_choice_can_be_answered_and_nothing_else(choices: list[str], seed: int) -> None:
+    form = read_structured({"choice": choices})
+    assert form.kind == REGEX
+    for choice in choices:
+        assert is_followed(REGEX, form.text, choice), choice
+    chance = np.random.default_rng(seed)
+    assert {drawn_at_random(form.text, chance, REGEX) for _ in range(5)} <= set(choices)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'start: sum\nsum: NUMBER ("+" NUMBER)*\nNUMBER: /[0-9]+/',
+        'root ::= number ("+" number)*\nnumber ::= [0-9]+',
+    ],
+)
+def test_a_grammar_may_be_lark_or_gbnf(grammar: str) -> None:
+    assert is_followed(GRAMMAR, grammar, "12+3+456")
+    assert not is_followed(GRAMMAR, grammar, "12+") and not is_followed(GRAMMAR, grammar, "a")
+    chance = np.random.default_rng(7)
+    for _ in range(10):
+        answer = drawn_at_random(grammar, chance, GRAMMAR)
+        assert answer is None or re.fullmatch(r"[0-9]+(\+[0-9]+)*", answer), answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (REGEX, "(?=a)", "pattern: error: look-around"),
+        (REGEX, r"(a)\1", "pattern: error: backreferences"),
+        (REGEX, "[a", "pattern: error: unclosed character class"),
+        (REGEX, "(" * 3_000, "pattern: error: unclosed group"),
+        (REGEX, r"a[^\s\S]", "no answer satisfies it"),
+        (REGEX, "(" * 300 + "a" + ")" * 300, "pattern: error: "),
+        (GRAMMAR, "start: a", 'unknown name: "a"'),
+        (GRAMMAR, 'start: "a" start', "Too many items"),
+        (GRAMMAR, "start: a\na: b\nb: a", "no answer satisfies it"),
+        (GRAMMAR, "root ::= x", "Rule 'x' not found"),
+        (GRAMMAR, "root ::= " + "(" * 3_000, "recursion"),
+        (GRAMMAR, 'root ::= "\\', "cannot be read"),
+        (GRAMMAR, "start: " + "(" * 5_000 + '"a"' + ")" * 5_000, "too deeply nested"),
+        (GRAMMAR, 'start: %json {"type": "null"}', "%json is not supported"),
+        (GRAMMAR, "start: <|nothing|>", "unknown special token"),
+        (STRUCTURAL_TAG, "{}", "it is not JSON of triggers"),
+        (STRUCTURAL_TAG, "[" * 50_000, "it is not JSON of triggers"),
+        (STRUCTURAL_TAG, TAG.replace('"triggers": ["<tool', '"triggers": ["<'), "it is not JSON"),
+        (STRUCTURAL_TAG, TAG.replace('"enum": ["add"]', '"enum": []'), "enum at #/properties/name"),
+    ],
+)
+def test_a_text_that_no_answer_can_follow_is_refused_with_a_reason(
+    kind: str, text: str, words: str
+) -> None:
+    for _ in range(2):  # the second time, the refusal is cached
+        with pytest.raises(InvalidRequest, match=re.escape(words)) as refusal:
+            GUIDES.guide(text, END_IDS, [], kind)
+        assert str(refusal.value).startswith("guided_decoding_guide")
+
+
+def test_equal_texts_of_two_kinds_are_two_grammars() -> None:
+    text = '{"const": 1}'
+    assert is_followed(JSON_SCHEMA, text, "1")
+    with pytest.raises(InvalidRequest):
+        GUIDES.guide(text, END_IDS, [], GRAMMAR)
+    assert is_followed(JSON_SCHEMA, text, "1") and not is_followed(JSON_SCHEMA, text, text)
+
+
+def test_grammars_of_texts_stay_within_the_weight_of_the_cache() -> None:
+    own = Guides(lambda: TOKENIZER, TOKENIZER.vocabulary_tokens)
+    for number in range(40):
+        own.guide(f"a{number}+", END_IDS, [], REGEX)
+    assert sum(each.nodes for each in own._grammars.values()) <= GRAMMARS_NODES_MAX
+    assert 1 < len(own._grammars) < 40
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "free text, and <tool_cal",
+        'before <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>' * 2 + "after",
+    ],
+)
+def test_a_structural_tag_allows_text_and_calls_that_follow_the_schema(answer: str) -> None:
+    assert is_followed(STRUCTURAL_TAG, TAG, answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "<tool_call>",
+        "<tool_call> text",
+        '<tool_call>\n{"name": "sub"',
+        '<tool_call>\n{"name": "add", "arguments": {"a": "1"',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}',
+    ],
+)
+def test_a_structural_tag_allows_no_other_call(answer: str) -> None:
+    assert not is_followed(STRUCTURAL_TAG, TAG, answer)
