@@ -233,7 +233,6 @@ def test_a_client_that_leaves_four_answers_frees_all_of_them(gateway: Gateway) -
     wait_until(lambda: cancelled() == before + 4, "each answer to be cancelled")
 
 
-@pytest.mark.long
 def test_summed_logprobs_of_200_continuations_are_those_of_transformers(gateway: Gateway) -> None:
     """As harnesses for loglikelihood ask for them: by text and by token ids, twice."""
     client, tokenizer = gateway.client(max_retries=3), Tokenizer.load(DEMO)

@@ -35,6 +35,7 @@ from backends.engine.torch.rope import rope_table
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.engine.torch.transformer import Transformer
 from backends.engine.torch.weights import load_weights
+from backends.token_logprobs import PromptScores
 from bench.harness.generate import generate
 from bench.harness.random_checkpoint import LlamaShape, make_llama
 from mooncake_store.layout import blocks_touched
@@ -258,6 +259,20 @@ def a_prompt_passes_layer_by_layer_with_the_same_logits(bench: Bench) -> None:
             near(logits, expected, dtype, "layer by layer")
 
 
+def logprobs_of_a_prompt_are_those_of_the_cpu(bench: Bench) -> None:
+    prompt, pages = words(700, 9), [3, 1, 8]
+    right = PromptScores(np.array(prompt, np.int32), 5)
+    cpu = TorchEngine.load(bench.folder, PAGES, BLOCK_TOKENS)
+    cpu.forward([Work(prompt, 0, pages, right)])
+    for dtype in ("float32", "bfloat16"):
+        found = PromptScores(right.token_ids, 5)
+        engine = bench.engine(dtype, is_recorded=True)
+        for start, end in ((0, 512), (512, 700)):
+            engine.forward([Work(prompt[start:end], start, pages, found)])
+        near(found.log_probs, right.log_probs, dtype, "logprobs of a prompt")
+        near(found.top_log_probs, right.top_log_probs, dtype, "best tokens of a prompt")
+
+
 CHECKS: tuple[Callable[[Bench], None], ...] = (
     greedy_tokens_are_those_of_the_cpu,
     the_engine_of_a_worker_computes_in_half_precision,
@@ -268,6 +283,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
     a_step_does_not_wait_for_the_pages_of_others,
     layers_are_in_host_memory_when_they_are_announced,
     a_prompt_passes_layer_by_layer_with_the_same_logits,
+    logprobs_of_a_prompt_are_those_of_the_cpu,
 )
 
 

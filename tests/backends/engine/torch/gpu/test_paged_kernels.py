@@ -9,6 +9,7 @@ import inspect
 import logging
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from backends.engine.torch.gpu.staging import Staging
 from backends.engine.torch.kv_memory import KvMemory
 from backends.engine.torch.layers import causal_attention
 from backends.engine.torch.torch_engine import TorchEngine
+from backends.token_logprobs import PromptScores
 from mooncake_store.layout import KvLayout, blocks_touched
 from tests.backends.engine.checkpoints import make_checkpoint
 from tests.backends.engine.torch.gpu import paged_standins
@@ -93,6 +95,27 @@ def test_random_steps_have_the_logits_of_gathered_pages(
         np.testing.assert_allclose(in_place.forward(batch), gathering.forward(batch), atol=2e-4)
     assert in_place._graphs is not None and not in_place._graphs._is_off
     assert in_place._transformer.attention.kernels is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_steps_have_the_prompt_logprobs_of_gathered_pages(
+    kind: str, checkpoint: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    gathering, in_place = engines(checkpoint, kernels_of(kind, *layout_and_heads(checkpoint)))
+    for longest in [5, 1, 5]:
+        batch = random_batch(chance, longest)
+        in_place._memory.pool.copy_(gathering._memory.pool)
+        found = []
+        for engine in (gathering, in_place):
+            scored = [
+                replace(each, scores=PromptScores(np.arange(3, 4 + each.end, dtype=np.int32), 2))
+                for each in batch
+            ]
+            engine.forward(scored)
+            found.append([each.scores.log_probs for each in scored if each.scores is not None])
+        for expected, ours in zip(*found, strict=True):
+            np.testing.assert_allclose(ours, expected, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
