@@ -45,7 +45,7 @@ class CallFormat:
 
     written: ToolCallFormat | None  # None: unknown
     has_hidden_marks: bool  # its marks are special tokens, which answers have on request only
-    guided: ToolCallFormat | None = None  # `written`, if a grammar can force its calls
+    guided: ToolCallFormat | None = None  # `written`, if there is a package to guide with
 
 
 class Tokenizing:
@@ -95,8 +95,7 @@ class Tokenizing:
             return CallFormat(None, False)  # the conductor reports the missing template
         marks = found.marks if found is not None else ()
         is_hidden = any(tokenizer.decode(tokenizer.encode(mark, False)) != mark for mark in marks)
-        can_be_guided = not is_hidden and is_installed()
-        return CallFormat(found, is_hidden, found if can_be_guided else None)
+        return CallFormat(found, is_hidden, found if is_installed() else None)
 
     def words(self, checkpoint: str) -> ServedWords:
         return ServedWords(self._tokenizer(checkpoint))

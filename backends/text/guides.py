@@ -21,12 +21,13 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,6 +128,16 @@ class _Vocabulary:
         self.tokenizer = llguidance.LLTokenizer(
             tokenizer.to_json(), n_vocab=tokens, eos_token=self.eos_ids
         )
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Texts of special tokens -> their ids, without end tokens. llguidance counts each added
+        token like <tool_call> as special, and matches it with no text of a grammar."""
+        ids = set(filter(self.tokenizer.is_special_token, range(self.tokens))) - set(self.eos_ids)
+        named = {
+            self.tokenizer.decode_bytes([each]).decode("utf-8", "replace"): each for each in ids
+        }
+        return {text: each for text, each in named.items() if text != f"<[{each}]>"}
 
 
 @dataclass(eq=False)
@@ -232,8 +243,7 @@ class Guides:
             guided = {**constraints_of(schema), "x-guidance": OPTIONS}
             grammar = llguidance.LLMatcher.grammar_from_json_schema(guided)
             if kind == STRUCTURAL_TAG:
-                tag = llguidance.StructTag(**_tag(text)._replace(grammar=guided)._asdict())
-                grammar = llguidance.StructTag.to_grammar([tag], assume_special=False)
+                grammar = _tagged(_tag(text), guided, vocabulary.special_ids)
             keywords = f" (its keywords: {', '.join(sorted(keywords_in(schema)))})"
         elif kind == REGEX:
             grammar = llguidance.LLMatcher.grammar_from_regex(text)
@@ -268,10 +278,32 @@ def _tag(text: str) -> _Tag:
         (each,) = given["structures"]
         begin, marks = each["begin"], given["triggers"]
         trigger = next(mark for mark in marks if mark and begin.startswith(mark))
-        return _Tag(trigger, begin, each["schema"], each["end"])
+        return _Tag(trigger, begin, each["schema"], "" + each["end"])
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
         what = "it is not JSON of triggers, and of one structure with begin, schema and end"
         raise InvalidRequest(f"{guide_name(STRUCTURAL_TAG)}: {what}") from None
+
+
+def _tagged(tag: _Tag, schema: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
+    """The grammar of a tag in Lark. Other special tokens may be anywhere in the free text."""
+
+    def written(text: str) -> str:
+        parts = filter(None, re.split(f"({'|'.join(map(re.escape, special_ids)) or '(?!)'})", text))
+        return " ".join(
+            f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part)
+            for part in parts
+        )
+
+    others = [str(each) for text, each in special_ids.items() if text != tag.trigger]
+    token = f"<[{special_ids[tag.trigger]}]> | " if tag.trigger in special_ids else ""
+    body = f"{written(tag.begin[len(tag.trigger) :])} %json {json.dumps(schema)} {written(tag.end)}"
+    return f"""%llguidance {{}}
+start: call* text
+call: text ({token}trigger) {body}
+text: (TEXT{" | <[" + ",".join(others) + "]>" if others else ""})*
+TEXT: /(.|\\n)+/
+trigger[lazy]: /(.|\\n)*/ {json.dumps(tag.trigger)}
+"""
 
 
 def _schema_of(kind: str, text: str) -> str:

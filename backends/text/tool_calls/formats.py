@@ -44,8 +44,8 @@ class ToolCallFormat:
     opens_answer: bool = False
     before: tuple[str, ...] = ()  # texts before calls that are not part of the answer
     after: tuple[str, ...] = ()  # texts after a call that are not part of the answer
-    # Texts around the object of a call that a grammar can force. (): the marks are special tokens,
-    # a call may begin without a mark, or it is not one object.
+    # Texts around the object of a call that a grammar can force. (): a call may begin without a
+    # mark, or is not one object between two marks.
     guided: tuple[str, ...] = ()
     around_name: tuple[str, ...] = ()  # HEADER: texts before the arguments that are not the name
     template_marks: tuple[str, ...] = ()  # texts of chat templates of models that write this format

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +18,8 @@ from backends.errors import InvalidRequest
 from backends.gateway.structured_outputs import read_structured
 from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
 from backends.text.guides import GRAMMARS_NODES_MAX, Guides
+from backends.text.tokenizer import Tokenizer
+from tests.backends.small_tokenizers import DEMO
 from tests.backends.text.test_guides import END_IDS, GUIDES, SLOW, TOKENIZER, drawn_at_random
 
 ITEMS = ["a", "b", "é", r"\.", r"\n", " ", "[a-c0-3]", "[^x]", "0"]
@@ -107,6 +112,7 @@ def test_a_grammar_may_be_lark_or_gbnf(grammar: str) -> None:
         (GRAMMAR, "start: <|nothing|>", "unknown special token"),
         (STRUCTURAL_TAG, "{}", "it is not JSON of triggers"),
         (STRUCTURAL_TAG, "[" * 50_000, "it is not JSON of triggers"),
+        (STRUCTURAL_TAG, TAG.replace('"end": "\\n</tool_call>"', '"end": 5'), "it is not JSON"),
         (STRUCTURAL_TAG, TAG.replace('"triggers": ["<tool', '"triggers": ["<'), "it is not JSON"),
         (STRUCTURAL_TAG, TAG.replace('"enum": ["add"]', '"enum": []'), "enum at #/properties/name"),
     ],
@@ -161,3 +167,38 @@ def test_a_structural_tag_allows_text_and_calls_that_follow_the_schema(answer: s
 )
 def test_a_structural_tag_allows_no_other_call(answer: str) -> None:
     assert not is_followed(STRUCTURAL_TAG, TAG, answer)
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_marks_may_be_tokens_of_their_own_and_other_tokens_stay_allowed(
+    tmp_path: Path, is_special: bool
+) -> None:
+    """As in Qwen's tokenizers, whose <tool_call> is one added token, as is <think>."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "vocab_size": 2_051}))
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    marks = ("<tool_call>", "</tool_call>", "<think>")
+    backend.add_tokens([tokenizers.AddedToken(mark, special=is_special) for mark in marks])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert [len(tokenizer.encode(mark)) for mark in marks] == [1, 1, 1]
+    guides = Guides(lambda: tokenizer, tokenizer.vocabulary_tokens)
+
+    def allows(token_ids: list[int]) -> bool:
+        guide = guides.guide(TAG, END_IDS, [], STRUCTURAL_TAG)
+        for token_id in token_ids:
+            if not guide.allowed()[token_id]:
+                return False
+            guide.advance(token_id)
+        return bool(guide.allowed()[list(END_IDS)].all())
+
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    for text in ("<think>hm<think> text", f"<think>hm {call}\n{call} end", call):
+        assert allows(tokenizer.encode(text)), text
+    wrong = (call.replace("1", '"1"'), call.replace("add", "x"))
+    for text in ("<tool_call>", "<tool_call> x", *wrong):
+        assert not allows(tokenizer.encode(text)), text
+    spelt = [*TOKENIZER.encode("<tool_call>"), *TOKENIZER.encode(" x")]
+    assert not allows(spelt), "a mark that is spelt in other tokens opens a call too"
