@@ -130,13 +130,7 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     # For errors: a completion sets the tensor top_logprobs by its field `logprobs`, and the prompt
     # of a chat is its field `messages`.
     names = {"top_logprobs": "logprobs"} if route == COMPLETION else {"prompt": "messages"}
-    if (newer := given.get("max_completion_tokens")) is not None:
-        if inputs.get("max_tokens", newer) != newer:
-            what = f"max_tokens is {inputs['max_tokens']} and max_completion_tokens is {newer}"
-            raise bad_field("max_completion_tokens", f"{what}; they mean the same, send one")
-        inputs["max_tokens"] = newer
-        if "max_tokens" not in given:
-            names["max_tokens"] = "max_completion_tokens"
+    _set_max_tokens(given, inputs, names)
     if inputs.get("top_k") == -1:  # vLLM's value for all tokens
         inputs["top_k"] = 0
     for name in ("stop_words", "stop_token_ids"):
@@ -166,12 +160,6 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     if form is not None and form.field != OF_TOOLS:
         tools = None  # an answer of another form has no calls
     inputs["stream"] = is_stream = given.get("stream", False)
-    parameters: dict[str, str | int | bool] = {}
-    if (timeout_s := given.get("timeout", 0.0)) > 0:
-        parameters["timeout_ms"] = max(1, round(timeout_s * 1000))
-    parameters |= {name: given[name] for name in ("tenant", "cache_salt") if given.get(name)}
-    if (priority := given.get("priority", 0)) != 0:
-        parameters["request_priority"] = priority
     options = given.get("stream_options", {})
     if options and not is_stream:
         raise bad_field("stream_options", "stream_options requires a stream; send stream: true too")
@@ -181,11 +169,11 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         model=given.get("model", ""),
         is_stream=is_stream,
         includes_usage=includes_usage,
-        timeout_s=timeout_s,
+        timeout_s=given.get("timeout", 0.0),
         counts_each_event=includes_usage and options.get("continuous_usage_stats", False),
         inputs=inputs,
         prompts=asked,
-        parameters=parameters,
+        parameters=_parameters(given),
         names=names,
         tools=tools,
         kept=kept,
@@ -193,6 +181,32 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         prompt=of_prompt,
         returns_token_ids=given.get("return_token_ids", False),
     ).of_form(form)
+
+
+def _set_max_tokens(
+    given: Mapping[str, Any], inputs: dict[str, Any], names: dict[str, str]
+) -> None:
+    """Set `max_tokens` of `inputs` by its newer name. Raises HttpRefusal if both names differ."""
+    newer = given.get("max_completion_tokens")
+    if newer is None:
+        return
+    if inputs.get("max_tokens", newer) != newer:
+        what = f"max_tokens is {inputs['max_tokens']} and max_completion_tokens is {newer}"
+        raise bad_field("max_completion_tokens", f"{what}; they mean the same, send one")
+    inputs["max_tokens"] = newer
+    if "max_tokens" not in given:
+        names["max_tokens"] = "max_completion_tokens"
+
+
+def _parameters(given: Mapping[str, Any]) -> dict[str, str | int | bool]:
+    """The request parameters of the conductor."""
+    found: dict[str, str | int | bool] = {}
+    if (timeout_s := given.get("timeout", 0.0)) > 0:
+        found["timeout_ms"] = max(1, round(timeout_s * 1000))
+    found |= {name: given[name] for name in ("tenant", "cache_salt") if given.get(name)}
+    if (priority := given.get("priority", 0)) != 0:
+        found["request_priority"] = priority
+    return found
 
 
 def _form(given: Mapping[str, Any], tools: ToolUse | None) -> AnswerForm | None:

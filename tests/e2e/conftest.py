@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.clients.keyed_gateway import keyed_gateway
+from tests.e2e.gateways import Gateway
 from tests.e2e.server import Server, running
 
 
@@ -27,3 +29,11 @@ def restarted(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iter
     """As `demo`, for tests that kill its processes or edit the conductor's settings. The launcher
     starts the processes again; a test waits for those that it needs."""
     yield from running(tmp_path_factory.mktemp("restarted"), state_dir, {})
+
+
+@pytest.fixture(scope="module")
+def gateway(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("gateway")
+    own = keyed_gateway(folder)
+    for server in running(folder, state_dir, {}, [*own.arguments, "--openai-workers", "2"]):
+        yield Gateway(server, own.called)
