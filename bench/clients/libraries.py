@@ -87,6 +87,8 @@ AGENTS = {
         agent("semantic-kernel", "semantic-kernel==1.45.0", gates=False),
         agent("autogen", "autogen-ext[openai]==0.7.5", "autogen-agentchat==0.7.5", gates=False),
         agent("llm", "llm==0.36", gates=False),
+        Library("promptfoo", ("promptfoo@0.121.20",), "promptfoo_calls.mjs", gates=False),
+        agent("guidellm", "guidellm==0.8.1", gates=False),
     )
 }
 
