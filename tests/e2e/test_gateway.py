@@ -70,17 +70,6 @@ def test_a_library_that_is_installed_is_served_as_it_is(
     assert not any(each.left_out for each in found.outcomes)
 
 
-GATING = [name for name, agent in libraries.AGENTS.items() if agent.gates]
-
-
-@pytest.mark.parametrize("name", GATING)
-def test_an_agent_framework_that_is_installed_completes_its_script(
-    gateway: Gateway, name: str, tmp_path: Path
-) -> None:
-    found = libraries.run(libraries.AGENTS[name], installed(name), gateway.called, tmp_path / "out")
-    assert not found.failed, "\n".join(f"{each.call}: {each.failure}" for each in found.failed)
-
-
 def test_a_completion_keeps_to_what_its_fields_say(gateway: Gateway) -> None:
     client = gateway.client(max_retries=0)
     prompt = "It is a truth"

@@ -46,7 +46,8 @@ async function chat_streamed() {
 
 async function tools_run(choice, stream, maxChatCompletions) {
   const called = [];
-  const more = { ...asked, tools: [weather(called)], tool_choice: choice, stream };
+  const tools = [weather(called)];
+  const more = { ...asked, tools, tool_choice: choice, parallel_tool_calls: false, stream };
   const runner = client.chat.completions.runTools(more, { maxChatCompletions });
   await runner.done();
   check(called.length && called.every((city) => CITIES.includes(city)), `called with ${called}`);
