@@ -85,7 +85,7 @@ vllm: $(READY)  ## vLLM for CPUs and its router, for `python -m bench.headline`:
 leaks: $(READY)  ## ten minutes of load; what grows or stays behind (ARGS="--seconds 180" for less)
 	$(BIN)/python -m bench.leaks $(ARGS)
 
-clients: $(READY)  ## public load generators, unchanged (ARGS="curl --url 127.0.0.1:8001" for some)
+clients: $(READY)  ## public clients, unchanged (ARGS="curl --url 127.0.0.1:8001" for some)
 	$(BIN)/python -m bench.clients $(ARGS)
 
 loadtest: $(READY)  ## users for a while, and a report (USERS=20 SECONDS=60 ARGS="--workload chat")

@@ -1,7 +1,8 @@
-"""`python -m bench.clients`: public load generators, unchanged, against a server.
+"""`python -m bench.clients`: public clients, unchanged, against a server.
 
 It installs each client into an environment of its own, runs it, prints its table, and compares its
-TTFT with the server's.
+TTFT with the server's. Agent frameworks and tools run against a server with CHECKPOINT, as forced
+calls and schemas let a weak model complete their scripts.
 
 Not here: the requests of each client (aiperf.py, genai_perf.py, curl.py, tensorrt_llm.py,
 replay.py).
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from bench.clients.agreement import Agreement, ClientLoad, ClientReport, risen, 
 from bench.clients.call_matrix import CalledServer
 from bench.clients.environment import ENVIRONMENTS, ClientFailed, environment
 from bench.clients.keyed_gateway import PublicServer, public_server
-from bench.clients.libraries import LIBRARIES, Library, LibraryRun
+from bench.clients.libraries import AGENTS, LIBRARIES, CallOutcome, Library, LibraryRun
 from bench.clients.replay import ScaledTrace
 from loadtest.client.server import Addresses
 from loadtest.harness.benchmark import BenchmarkRun, ServerUrl, benchmark
@@ -36,7 +37,9 @@ REQUIREMENTS = {
     genai_perf.NAME: genai_perf.REQUIREMENTS,
     tensorrt_llm.NAME: (),
     curl.NAME: (),
-} | {name: library.requirements for name, library in LIBRARIES.items()}
+} | {name: library.requirements for name, library in (LIBRARIES | AGENTS).items()}
+REPORTED = tuple(name for name, agent in AGENTS.items() if not agent.gates)
+CHECKPOINT = "smollm2-135m"
 MODELS = ("conductor", "ensemble")
 CHATS_AT_A_TIME = 4
 WIDTH = 130  # of tables in a file or a pipe
@@ -49,7 +52,12 @@ def installed(clients: Sequence[str], parent: Path, console: Console) -> dict[st
     for client in clients:
         if requirements := REQUIREMENTS[client]:
             with console.status(f"installing {' '.join(requirements)} (up to 1.3 GB) ..."):
-                made = environment(client, requirements, parent)
+                library = (LIBRARIES | AGENTS).get(client)
+                made = (
+                    library.installed(parent)
+                    if library is not None
+                    else environment(client, requirements, parent)
+                )
             if made.install_s:
                 console.print(f"installed {' '.join(requirements)} in {made.install_s:.0f} s")
             found[client] = made.bin
@@ -113,6 +121,30 @@ def called(
     return found
 
 
+def call_all(
+    called_by: Sequence[Library],
+    binaries: Mapping[str, Path],
+    server: PublicServer,
+    folder: Path,
+    measured: BenchmarkRun,
+    console: Console,
+) -> None:
+    """The rows of libraries, the targets of those that gate."""
+    if server.gateway is None:
+        return
+    for library in called_by:
+        at = folder / library.name
+        try:
+            found = called(library, binaries[library.name], server.gateway, at, console)
+        except ClientFailed as error:
+            outcome = CallOutcome("the whole script", "", str(error), "")
+            console.print(outcome.shown, markup=False, soft_wrap=True)
+            found = LibraryRun(library.name, (outcome,), library.gates)
+        measured.rows.append(found.row())
+        if found.gates:
+            measured.targets.append(found.target())
+
+
 def show_curl(server: PublicServer, console: Console) -> None:
     shown = [(call, f"http://{server.addresses.http}") for call in curl.CALLS]
     if (gateway := server.gateway) is not None:
@@ -137,8 +169,10 @@ def measure(
 def chosen_clients(
     clients: Sequence[str] | None, url: str | None, openai_url: str | None
 ) -> list[str]:
-    """The chosen clients; with a running server without a named gateway, those that need none."""
-    chosen = list(dict.fromkeys(clients or REQUIREMENTS))
+    """The chosen clients, by default those that gate; with a running server without a named
+    gateway, those that need none."""
+    by_default = [name for name in REQUIREMENTS if name not in REPORTED]
+    chosen = list(dict.fromkeys(clients or by_default))
     if unknown := set(chosen) - set(REQUIREMENTS):
         names = ", ".join(sorted(unknown))
         raise typer.BadParameter(f"no such client: {names}; choose of {', '.join(REQUIREMENTS)}")
@@ -146,9 +180,10 @@ def chosen_clients(
         raise typer.BadParameter("--openai-url is of a running server: give --url too")
     if not url or openai_url:
         return chosen
-    if clients and (without := [name for name in chosen if name in LIBRARIES]):
+    of_gateway = LIBRARIES | AGENTS
+    if clients and (without := [name for name in chosen if name in of_gateway]):
         raise typer.BadParameter(f"{', '.join(without)} want --openai-url beside --url")
-    return [name for name in chosen if name not in LIBRARIES]
+    return [name for name in chosen if name not in of_gateway]
 
 
 def check_scale(length_scale: float, speed: float) -> None:
@@ -177,6 +212,9 @@ def main(
     tokenizer: Annotated[
         Path, typer.Option(help="Hugging Face folder of the served model's tokenizer.")
     ] = PROJECT / "backends" / "demo_checkpoint",
+    checkpoint: Annotated[
+        str, typer.Option(help="Of the agents' server; `mooncake model list`, or a folder.")
+    ] = CHECKPOINT,
     environments: Annotated[
         Path, typer.Option(help="Where the clients are installed, each in its own environment.")
     ] = ENVIRONMENTS,
@@ -184,9 +222,10 @@ def main(
         Path | None, typer.Option(help="New folder for the clients' own files; default: in /tmp.")
     ] = None,
 ) -> None:
-    """Run public load generators, unchanged, and compare their TTFT with the server's own.
+    """Run public clients, unchanged, and compare the TTFT of load generators with the server's own.
 
-    The last line is one JSON object: a row for each run, and by how much it disagrees.
+    The last line is one JSON object: a row for each run with its failed calls, or by how much it
+    disagrees. The exit status is 1 if a call failed of a client that is not only reported.
     """
     chosen = chosen_clients(clients, url, openai_url)
     check_scale(length_scale, speed)
@@ -197,28 +236,32 @@ def main(
     with benchmark("clients", console) as measured:
         folder = (out or Path(tempfile.mkdtemp(prefix="mooncake-clients-"))).resolve()
         binaries = installed(chosen, environments, console)
-        with public_server(url, openai_url) as server:
-            addresses = server.addresses
-            load = ClientLoad(
-                addresses,
-                tokenizer.resolve(),
-                requests,
-                concurrency,
-                input_tokens,
-                output_tokens,
-                server.gateway,
-            )
-            if curl.NAME in chosen:
-                show_curl(server, console)
-            for client in chosen:
-                at = binaries.get(client, folder)
-                if (library := LIBRARIES.get(client)) is None:
-                    measure(runs_of(client, at, load, folder, scaled), addresses, measured, console)
-                elif server.gateway is not None:
-                    found = called(library, at, server.gateway, folder / client, console)
-                    measured.rows.append(found.row())
-                    measured.targets.append(found.target())
+        if rest := [client for client in chosen if client not in AGENTS]:
+            with public_server(url, openai_url) as server:
+                load = ClientLoad(
+                    server.addresses,
+                    tokenizer.resolve(),
+                    requests,
+                    concurrency,
+                    input_tokens,
+                    output_tokens,
+                    server.gateway,
+                )
+                if curl.NAME in rest:
+                    show_curl(server, console)
+                for client in rest:
+                    at = binaries.get(client, folder)
+                    if (library := LIBRARIES.get(client)) is None:
+                        runs = runs_of(client, at, load, folder, scaled)
+                        measure(runs, load.addresses, measured, console)
+                    else:
+                        call_all([library], binaries, server, folder, measured, console)
+        if agents := [AGENTS[client] for client in chosen if client in AGENTS]:
+            with public_server(url, openai_url, checkpoint) as server:
+                call_all(agents, binaries, server, folder, measured, console)
         console.print(f"\nfiles of the clients: {folder}")
+    if any(row.get("failed") and row["gates"] for row in measured.rows):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

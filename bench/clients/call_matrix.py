@@ -34,6 +34,7 @@ class CalledServer:
     key: str = "none"  # libraries require one, even if the server has no keys
     single_key: str = ""  # of a tenant that may have one request in flight; "": the server has none
     metered_key: str = ""  # of a tenant that may have one request a minute; "": the server has none
+    checkpoint: str = ""  # folder with the tokenizer of the served model; "": unknown
 
     @property
     def has_keys(self) -> bool:

@@ -66,6 +66,24 @@ def environment(name: str, requirements: Sequence[str], parent: Path) -> ClientE
     return ClientEnvironment(folder, time.perf_counter() - started_s)
 
 
+def npm_environment(name: str, packages: Sequence[str], parent: Path) -> ClientEnvironment:
+    """The folder `parent/name` with the npm `packages` in it; its programs are node's scripts.
+    Raises ClientFailed."""
+    folder = parent.resolve() / name
+    complete, wanted = folder / "installed.txt", "\n".join(packages)
+    if complete.exists() and complete.read_text() == wanted:
+        return ClientEnvironment(folder, 0.0)
+    if shutil.which("npm") is None:
+        raise ClientFailed(f"{name} needs node 18 or newer: apt-get install -y nodejs npm")
+    started_s = time.perf_counter()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    install = ["npm", "install", "--prefix", str(folder), "--save-exact", "--no-audit", *packages]
+    install_step(install, " ".join(packages), disk_gb=0.1)
+    complete.write_text(wanted)
+    return ClientEnvironment(folder, time.perf_counter() - started_s)
+
+
 def install_step(
     command: Sequence[str], what: str, disk_gb: float, s_max: float = INSTALL_S_MAX
 ) -> None:
@@ -77,7 +95,7 @@ def install_step(
     if done.returncode:
         said = "\n".join(done.stderr.strip().splitlines()[-LINES_SHOWN:])
         raise ClientFailed(
-            f"cannot install {what}; it needs a package index (PyPI, or PIP_INDEX_URL) and "
+            f"cannot install {what}; it needs a package index (as pip and npm have it) and "
             f"{disk_gb:g} GB of disk. {command[0]} said:\n{said}"
         )
 

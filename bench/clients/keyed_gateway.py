@@ -12,16 +12,17 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from backends.direct_http import DIRECTLY
+from backends.models.catalogue import CHECKPOINTS_DIR
 from backends.tenants import tenants_file
 from backends.tenants.api_keys import sha256_of
 from backends.tenants.tenants_file import KeyEntry, TenantEntry, TenantsFile
 from bench.clients.call_matrix import CalledServer
 from loadtest.client.server import Addresses
-from loadtest.harness.server import own_ports, serving
+from loadtest.harness.server import PROJECT, own_ports, serving
 
 # No secrets: only for a server of our own on loopback.
 KEY, SINGLE_KEY, METERED_KEY = "mk-of-acme", "mk-of-single", "mk-of-metered"
@@ -32,7 +33,7 @@ TENANTS = {
     "metered": (METERED_KEY, TenantEntry(requests_per_minute=1)),
     "ops": (OPERATORS_KEY, TenantEntry(operator=True)),
 }
-MODEL = "demo"
+MODEL, DEMO = "demo", PROJECT / "backends" / "demo_checkpoint"
 ANSWER_S_MAX = 10.0
 
 
@@ -50,28 +51,45 @@ class PublicServer:
     gateway: CalledServer | None  # None: there is none, or its address is unknown
 
 
-def keyed_gateway(folder: Path) -> KeyedGateway:
-    """Writes the file of keys into `folder`, and chooses a port."""
+def keyed_gateway(folder: Path, checkpoint: str = "") -> KeyedGateway:
+    """Writes the file of keys into `folder`, and chooses a port. The `checkpoint` is a folder or a
+    name that the server fetches; the demo's for an empty one."""
     path = folder / "tenants.json"
     entries = {name: entry for name, (_, entry) in TENANTS.items()}
     keys = [KeyEntry(sha256_of(key), name) for name, (key, _) in TENANTS.items()]
     tenants_file.write(path, TenantsFile(entries, keys))
     [port] = own_ports(1)
+    url, model, at = f"http://127.0.0.1:{port}/v1", MODEL, DEMO
+    arguments = ["--openai-port", str(port), "--api-keys", str(path)]
+    if checkpoint:
+        at = checkpoint_folder(checkpoint)
+        model = at.name
+        arguments += ["--checkpoint", checkpoint, "--decode", "1"]
     return KeyedGateway(
-        ("--openai-port", str(port), "--api-keys", str(path)),
-        CalledServer(f"http://127.0.0.1:{port}/v1", MODEL, KEY, SINGLE_KEY, METERED_KEY),
+        tuple(arguments), CalledServer(url, model, KEY, SINGLE_KEY, METERED_KEY, str(at))
     )
 
 
+def checkpoint_folder(checkpoint: str) -> Path:
+    """Where the server has, or will have, the checkpoint."""
+    path = Path(checkpoint)
+    return path.resolve() if path.is_dir() else PROJECT / CHECKPOINTS_DIR / checkpoint
+
+
 @contextmanager
-def public_server(url: str | None, openai_url: str | None) -> Iterator[PublicServer]:
+def public_server(
+    url: str | None, openai_url: str | None, checkpoint: str = ""
+) -> Iterator[PublicServer]:
     """The server at `url`, or one of our own until the block ends."""
     if url is not None:
         with serving(url) as addresses:
-            yield PublicServer(addresses, running_gateway(openai_url) if openai_url else None)
+            gateway = running_gateway(openai_url) if openai_url else None
+            if gateway is not None and checkpoint:
+                gateway = replace(gateway, checkpoint=str(checkpoint_folder(checkpoint)))
+            yield PublicServer(addresses, gateway)
         return
     with tempfile.TemporaryDirectory(prefix="mooncake-clients-keys-") as folder:
-        own = keyed_gateway(Path(folder))
+        own = keyed_gateway(Path(folder), checkpoint)
         with serving(None, own.arguments) as addresses:
             yield PublicServer(addresses, own.called)
 

@@ -10,11 +10,12 @@ import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import openai
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
+from bench.clients.agents.weather import Weather
 from bench.clients.call_matrix import (
     CALL_S_MAX,
     LONG_ANSWER_TOKENS,
@@ -131,11 +132,6 @@ def streamed_by_its_helper(server: CalledServer) -> str:
     assert {"chunk", "content.delta", "content.done"} <= set(kinds)
     assert isinstance(message.parsed, Verdict)
     return f"{kinds}: {message.content!r}"
-
-
-class Weather(BaseModel):
-    city: Literal["Paris", "Rome", "Oslo"]
-    days: Annotated[int, Field(ge=1, le=9)]
 
 
 WEATHER: dict[str, Any] = openai.pydantic_function_tool(Weather, name="weather")  # type: ignore[assignment]

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import typer
 from huggingface_hub import snapshot_download  # as aiperf looks a tokenizer up
+from rich.console import Console
+from typer.testing import CliRunner
 
+from bench.clients import __main__ as clients
 from bench.clients import aiperf, genai_perf, libraries
 from bench.clients.__main__ import chosen_clients
 from bench.clients.agreement import Agreement, ClientLoad, ClientReport, EventSum, risen, totals
 from bench.clients.call_matrix import VARIABLE, BackOff, CalledServer, raised, run_calls
-from bench.clients.environment import ClientFailed, environment, run_client
+from bench.clients.environment import ClientFailed, environment, npm_environment, run_client
+from bench.clients.keyed_gateway import PublicServer, keyed_gateway
 from bench.clients.replay import ScaledTrace, tables_of
 from loadtest.client.server import addresses_of
+from loadtest.harness.benchmark import BenchmarkRun
+from loadtest.harness.server import PROJECT
 from loadtest.replay.prompts import TokenSource, plan
 from loadtest.replay.trace import TRACE_BLOCK_TOKENS, read_trace
 
@@ -161,7 +168,8 @@ def test_the_calls_of_a_library_are_read_from_between_its_own_words() -> None:
         json.dumps({"call": "n", "came": "", "failure": "Traceback", "left_out": ""}),
     ]
     found = libraries.read_run("\n".join(said))
-    assert found.row() == {"client": "litellm 1", "calls": 2, "failed": 1, "left_out": 1}
+    counts = {"calls": 2, "failed": 1, "left_out": 1}
+    assert found.row() == {"client": "litellm 1", **counts, "gates": True}
     assert found.target().is_met is False and found.target().why == "n"
     with pytest.raises(ClientFailed, match="made no call; its output: Segmentation"):
         libraries.read_run("Segmentation fault")
@@ -218,6 +226,82 @@ def test_clients_of_the_gateway_are_left_out_of_a_server_without_one() -> None:
         chosen_clients(None, None, "http://h:9")
     with pytest.raises(typer.BadParameter, match="no such client: wget"):
         chosen_clients(["wget"], None, None)
+
+
+def test_a_client_that_is_only_reported_runs_when_it_is_named() -> None:
+    reported = [name for name, agent in libraries.AGENTS.items() if not agent.gates]
+    every = chosen_clients(None, None, None)
+    assert set(libraries.AGENTS) - set(reported) <= set(every) and not set(reported) & set(every)
+    assert chosen_clients(reported, None, None) == reported
+
+
+@pytest.mark.parametrize(("gates", "status"), [(True, 1), (False, 0)])
+def test_a_failed_call_of_a_client_that_gates_is_the_exit_status(
+    gates: bool, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    outcome = libraries.CallOutcome("chat", "", "Traceback", "")
+    made = libraries.LibraryRun("an agent 1", (outcome,), gates)
+    agent = dataclasses.replace(libraries.AGENTS["instructor"], gates=gates)
+
+    @contextlib.contextmanager
+    def served(*_: object) -> Iterator[PublicServer]:
+        yield PublicServer(LOAD.addresses, CALLED)
+
+    monkeypatch.setattr(clients, "AGENTS", {"instructor": agent})
+    monkeypatch.setattr(clients, "installed", lambda *_: {"instructor": tmp_path})
+    monkeypatch.setattr(clients, "public_server", served)
+    monkeypatch.setattr(clients.libraries, "run", lambda *_: made)
+    app = typer.Typer()
+    app.command()(clients.main)
+    found = CliRunner().invoke(app, ["instructor", "--out", str(tmp_path / "out")])
+    assert found.exit_code == status
+    [row] = json.loads(found.output.splitlines()[-1])["rows"]
+    assert (row["failed"], row["gates"]) == (1, gates)
+
+
+def test_a_script_that_does_not_end_is_a_failed_call_of_its_client(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def ended(*_: object) -> libraries.LibraryRun:
+        raise ClientFailed("ended with status 13")
+
+    monkeypatch.setattr(clients.libraries, "run", ended)
+    measured, server = BenchmarkRun(), PublicServer(LOAD.addresses, CALLED)
+    agent = libraries.AGENTS["npm-ai"]
+    clients.call_all(
+        [agent], {agent.name: tmp_path}, server, tmp_path, measured, Console(quiet=True)
+    )
+    assert measured.rows[0]["failed"] == 1 and measured.targets[0].is_met is False
+
+
+@pytest.mark.parametrize("name", libraries.AGENTS)
+def test_the_script_of_an_agent_is_there(name: str) -> None:
+    agent = libraries.AGENTS[name]
+    path = (
+        libraries.AGENTS_FOLDER / agent.calls
+        if agent.is_npm
+        else PROJECT / f"{agent.calls.replace('.', '/')}.py"
+    )
+    assert path.is_file()
+
+
+def test_a_npm_environment_without_npm_names_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ClientFailed, match="apt-get install -y nodejs npm"):
+        npm_environment("npm-ai", ["ai@6.0.326"], tmp_path)
+    (tmp_path / "npm-ai").mkdir()
+    (tmp_path / "npm-ai" / "installed.txt").write_text("ai@6.0.326")
+    assert npm_environment("npm-ai", ["ai@6.0.326"], tmp_path).install_s == 0.0
+
+
+def test_the_server_of_a_checkpoint_is_called_by_the_name_of_its_folder(tmp_path: Path) -> None:
+    own = keyed_gateway(tmp_path, "smollm2-135m")
+    assert own.called.model == "smollm2-135m" and "--checkpoint" in own.arguments
+    assert own.called.checkpoint == str(PROJECT / ".mooncake/checkpoints/smollm2-135m")
+    demo = keyed_gateway(tmp_path)
+    assert demo.called.model == "demo" and "--checkpoint" not in demo.arguments
 
 
 def test_a_tokenizer_folder_is_found_by_its_name_in_the_cache(tmp_path: Path) -> None:

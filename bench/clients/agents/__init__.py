@@ -1,0 +1,1 @@
+"""Does an agent framework or an evaluation tool complete its script, unchanged?"""

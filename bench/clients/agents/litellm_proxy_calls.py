@@ -1,0 +1,111 @@
+"""Calls through a LiteLLM proxy that has this server as its backend.
+
+Run as a program in its environment (call_matrix.py), which starts the proxy and ends it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench.clients.agents.weather import QUESTION, Weather
+from bench.clients.call_matrix import CALL_S_MAX, CalledServer, run_calls, text_of
+
+openai: Any = importlib.import_module("openai")
+READY_S_MAX, STOP_S_MAX = 120.0, 20.0
+PROXY_KEY = "sk-of-the-proxy"  # no secret: only for a proxy on loopback
+PARAMETERS: dict[str, Any] = Weather.model_json_schema()
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+
+
+@contextmanager
+def proxy(server: CalledServer) -> Iterator[CalledServer]:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+    below = {"model": f"openai/{server.model}", "api_base": server.url, "api_key": server.key}
+    config = {"model_list": [{"model_name": server.model, "litellm_params": below}]}
+    path = Path("proxy.yaml").resolve()
+    path.write_text(json.dumps(config))
+    program = str(Path(sys.executable).parent / "litellm")
+    command = [program, "--config", str(path), "--host", "127.0.0.1", "--port", str(port)]
+    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": PROXY_KEY}
+    with Path("proxy.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables
+        )
+    try:
+        wait_ready(f"http://127.0.0.1:{port}/health/readiness", process)
+        yield replace(server, url=f"http://127.0.0.1:{port}/v1", key=PROXY_KEY)
+    finally:
+        process.terminate()
+        process.wait(STOP_S_MAX)
+
+
+def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+    give_up_s = time.monotonic() + READY_S_MAX
+    while process.poll() is None and time.monotonic() < give_up_s:
+        try:
+            with urllib.request.urlopen(url, timeout=CALL_S_MAX):
+                return
+        except OSError:
+            time.sleep(0.2)
+    last_lines = Path("proxy.log").read_text(encoding="utf-8")[-800:]
+    raise RuntimeError(f"the proxy is not ready: {last_lines}")
+
+
+def created(server: CalledServer, **more: Any) -> Any:
+    client = openai.OpenAI(
+        base_url=server.url, api_key=server.key, max_retries=0, timeout=CALL_S_MAX
+    )
+    asked = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60, "seed": 5}
+    return client.chat.completions.create(model=server.model, **asked | more)
+
+
+def chat(server: CalledServer) -> str:
+    with proxy(server) as at:
+        whole = created(at).choices[0].message.content
+        chunks = list(created(at, stream=True, stream_options={"include_usage": True}))
+    assert whole and text_of(chunks) == whole
+    assert chunks[-1].usage.completion_tokens
+    return f"{whole!r}, streamed the same in {len(chunks)} chunks"
+
+
+def tools(server: CalledServer) -> str:
+    """A required call, its result and an answer; then a named call, streamed."""
+    with proxy(server) as at:
+        said = created(at, tools=[WEATHER], tool_choice="required").choices[0].message
+        calls = [each.function.arguments for each in said.tool_calls]
+        results = [
+            {"role": "tool", "tool_call_id": each.id, "content": "sunny"}
+            for each in said.tool_calls
+        ]
+        turns = [{"role": "user", "content": QUESTION}, said, *results]
+        answer = created(at, tools=[WEATHER], messages=turns).choices[0]
+        named = {"type": "function", "function": {"name": "weather"}}
+        chunks = list(created(at, tools=[WEATHER], tool_choice=named, stream=True))
+    deltas = [
+        call for each in chunks if each.choices for call in each.choices[0].delta.tool_calls or ()
+    ]
+    streamed = "".join(each.function.arguments or "" for each in deltas)
+    assert [Weather.model_validate_json(each) for each in (*calls, streamed)]
+    assert answer.finish_reason in ("stop", "length", "tool_calls")
+    return f"{calls}, then {answer.message.content!r}; streamed: {streamed}"
+
+
+CALLS = (chat, tools)
+
+if __name__ == "__main__":
+    run_calls(f"litellm proxy {version('litellm')}", CALLS, ())
