@@ -26,7 +26,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from conductor.admission.admission import (
     LOAD_POLICIES,
@@ -58,6 +58,7 @@ from conductor.messages import (
     Route,
     TenantLimits,
     WorkerStatus,
+    prefilled,
 )
 from conductor.notes import EndedNote, NoteBatch, OutgoingNotes, PrefilledNote, RoutedNote
 from conductor.replication.hotspots import Hotspots
@@ -235,8 +236,8 @@ class Conductor:
             return self._refuse(options)
         pair = options.best()
         if self._balance is not None:
-            prefill_s, decode = pair.predicted.prefill_s, pair.decode.worker
-            self._balance.demand.asked(prefill_s, request.prompt_tokens, decode, now_s)
+            prefill_s = pair.predicted.prefill_s * (not request.is_prefilled)
+            self._balance.demand.asked(prefill_s, request.prompt_tokens, pair.decode.worker, now_s)
         self._limits.note(options.limits)
         pressure = self._pressure(options, pair.decode)
         kind, advice = self._gate.rejection(pair, request, pressure, options.limits), None
@@ -322,9 +323,7 @@ class Conductor:
             second_fetch_node=options.second_fetch_node(prefill),
             limits=options.limits,
         )
-        if request.is_prefilled:  # one token is left, because a queue holds no work without tokens
-            cached_tokens = request.prompt_tokens - 1
-            route = replace(route, cached_tokens=cached_tokens, fetch_blocks=0, fetch_node=None)
+        route = prefilled(route, request) if request.is_prefilled else route
         workers = (prefill.worker, decode.worker)
         self._cluster.reserve(route, workers, request, prefill.terms.fetch_s, now_s)
         usage = self._quotas.admitted(request, now_s)
@@ -357,7 +356,8 @@ class Conductor:
             self._learn(routed, cached_tokens, seconds, now_s)
         self._cluster.prefill_finished(routed, now_s)
         if self._others:
-            self._noted.add(PrefilledNote(routed.number, now_s, cached_tokens, seconds or 0.0))
+            took_s = (seconds or 0.0) * (not routed.request.is_prefilled)
+            self._noted.add(PrefilledNote(routed.number, now_s, cached_tokens, took_s))
 
     def _learn(
         self, routed: InFlightRequest, cached_tokens: int, seconds: float | None, now_s: float

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 
@@ -39,6 +39,7 @@ class Request:
     is_resumed: bool = False  # True if it was admitted and lost its workers; never shed for load
     # True: a further answer to the prompt of an admitted request. Only its decode is left to do.
     is_prefilled: bool = False
+    answers: int = 1  # with its further answers, each of which is a request of its own later
     # None if the tenant has no limits, or if an earlier attempt of the request was counted.
     limits: TenantLimits | None = None
 
@@ -132,6 +133,19 @@ class Route:
     def fetch_nodes(self) -> tuple[str, ...]:
         """Nodes to fetch the prefix from, in the order of preference."""
         return tuple(node for node in (self.fetch_node, self.second_fetch_node) if node)
+
+
+def prefilled(route: Route, request: Request) -> Route:
+    """The route of a request whose prompt is computed. One token is left to compute, because a
+    prefill queue holds no work without tokens."""
+    predicted = route.predicted._replace(queue_s=0.0, transfer_s=0.0, prefill_s=0.0)
+    return replace(
+        route,
+        cached_tokens=request.prompt_tokens - 1,
+        fetch_blocks=0,
+        fetch_node=None,
+        predicted=predicted,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ class LiveRequest:
         """Begin a copy. `given`: its first token and the reply of the shared prefill. None: it
         needs a prefill of its own, because the engine samples one token of a prompt."""
         self._given = given
-        self.post(self._first_event())
+        self.post(self._first_event(is_admitted=True))
         if self.state.phase is Phase.DONE and self._given is not None:  # it had ended before
             self._services.start(self._let_go, self._given)
 
@@ -280,7 +280,7 @@ class LiveRequest:
         if request.timeout_ms:
             self._timeout_s = request.timeout_ms / 1000
 
-    def _first_event(self) -> events.Understood:
+    def _first_event(self, is_admitted: bool = False) -> events.Understood:
         request, services = self._understood()[0], self._services
         attempts = Attempts(
             services.config.attempts_max,
@@ -288,6 +288,7 @@ class LiveRequest:
             services.cluster.config.request_s_max,
             self._timeout_s,
             FULL_WORKERS_MAX if services.cluster.has_other_frontends else 0,
+            was_admitted=is_admitted,
         )
         return events.Understood(attempts, request.is_paced, time.monotonic())
 
@@ -327,6 +328,7 @@ class LiveRequest:
                     excluded_workers=self._pinned_out(action.is_resumed) | action.avoided,
                     is_resumed=action.is_resumed,
                     is_prefilled=given is not None,
+                    answers=1 + len(self._copies),
                     limits=None if self._counted_id else self._principal.limits,
                 ),
                 wants_candidates=request.wants_decision,
@@ -352,14 +354,10 @@ class LiveRequest:
             fields = route_fields(decided, self._services.cluster.config)
             self.trace.decided(action.attempt, now_s, fields, "")
         self._assignments[action.attempt] = Assignment(
-            request_id,
-            token_ids,
-            decided,
-            now_s,
-            given,
-            now_s if given else 0.0,
-            is_copy=bool(given),
+            request_id, token_ids, decided, now_s, given, is_copy=bool(given)
         )
+        if self.state.phase is Phase.DONE:  # it ended during the decision, which took `given`
+            self._let_go(given)
         prefill, decode = decided.route.prefill, decided.route.decode
         return events.Routed(
             action.attempt,
@@ -367,6 +365,11 @@ class LiveRequest:
             (decode.worker_id, decode.incarnation),
             now_s,
         )
+
+    def _release(self, attempt: int) -> None:
+        """Release the attempt's leases, and those of copies that have not begun."""
+        for request in (self._id_of(attempt), *(copy._id_of(1) for copy in self._copies)):
+            self._services.cluster.release(request)
 
     def _let_go(self, given: tuple[int, PrefillReply] | None) -> None:
         """Release the leases of a copy that was prefilled but is not routed."""
@@ -387,7 +390,8 @@ class LiveRequest:
     def _prefill(self, action: events.CallPrefill, assignment: Assignment) -> LifecycleEvent:
         request, _ = self._understood()
         if assignment.prefilled is None:
-            copies = [copy._id_of(1) for copy in self._copies]
+            # A further attempt begins with the first answer's tokens, which copies do not have.
+            copies = [] if self._sent_ids else [copy._id_of(1) for copy in self._copies]
             call = assignment.prefill_call(
                 request, self._services.streams, action.is_resumed, self.trace.trace_id, copies
             )
@@ -409,18 +413,16 @@ class LiveRequest:
             fields = route_fields(assignment.decided, self._services.cluster.config)
             fields |= prefill_fields(reply)
         first = self._first_text(assignment, token_id, reply)
-        return events.PrefillReplied(
-            action.attempt, first, reply.compute_s, fields, now_s=assignment.replied_s
-        )
+        now_s = assignment.replied_s or time.monotonic()
+        return events.PrefillReplied(action.attempt, first, reply.compute_s, fields, now_s)
 
     def _decode(self, action: events.CallDecode, assignment: Assignment) -> LifecycleEvent:
         request, _ = self._understood()
         assert assignment.prefilled is not None
         limits, config = assignment.decided.route.limits, self._services.cluster.config
-        is_admitted = action.is_resumed or assignment.is_copy
-        slo_s = 0.0 if is_admitted else config.arrival_tbt_slo_s(limits)
+        slo_s = 0.0 if action.is_resumed else config.arrival_tbt_slo_s(limits)
         call = assignment.decode_call(
-            request, self._services.streams, is_admitted, self.trace.trace_id, slo_s
+            request, self._services.streams, action.is_resumed, self.trace.trace_id, slo_s
         )
         token_ids = np.append(assignment.token_ids, np.int32(assignment.prefilled[0]))
         worker = assignment.decided.route.decode
@@ -507,7 +509,7 @@ class LiveRequest:
                 services.abandon(self._id_of(action.attempt), action.worker)
             case events.ReleaseKv():
                 del self._assignments[action.attempt]
-                return partial(services.cluster.release, self._id_of(action.attempt))
+                return partial(self._release, action.attempt)
             case events.EndAttempt():
                 request_id = self._id_of(action.attempt)
                 services.streams.forget(request_id)

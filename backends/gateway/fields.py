@@ -197,6 +197,7 @@ FIELDS = (
 )
 UNSUPPORTED = (
     UnsupportedField("best_of", (1,), (CHAT,)),
+    UnsupportedField("echo", (False,), (CHAT,)),
     UnsupportedField("suffix", ("",), (COMPLETION,)),
     UnsupportedField("functions", ([],), (CHAT,)),
     UnsupportedField("function_call", ("none", "auto"), (CHAT,)),

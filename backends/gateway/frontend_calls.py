@@ -87,8 +87,13 @@ class FrontendCalls:
             call_id = f"{request_id}-{prompt}" if prompt else request_id
             message = infer_request(request, call_id, prompt)
             stream = next(self._stubs).ModelStreamInfer(iter((message,)))
+            names = dict(request.names)
+            if len(request.prompts) > 1:
+                names |= dict.fromkeys(("prompt", "text_input", "input_ids"), f"prompt[{prompt}]")
             of_prompt = prompts[prompt * answers : (prompt + 1) * answers]
-            calls.append(FrontendCall(stream, request.names, answers, of_prompt))
+            call = FrontendCall(stream, names, answers, of_prompt)
+            call.returns_token_ids = request.returns_token_ids
+            calls.append(call)
         return calls[0] if len(calls) == 1 else SeveralCalls(calls, answers)
 
     async def describe_model(self) -> dict[str, Any]:
@@ -137,6 +142,8 @@ class FrontendCalls:
 class FrontendCall:
     """One request at the conductor. Iteration raises HttpRefusal for an error."""
 
+    returns_token_ids = False  # True: pieces have token ids
+
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall,
@@ -170,12 +177,9 @@ class FrontendCall:
                 if response.error_message:
                     raise refusal_of(response.error_message, self._names)
                 if response.infer_response.outputs:
-                    found = piece(response.infer_response)
-                    if self._prompts:  # in a thread, because a prompt may be long
-                        writer = self._prompts[found.index]
-                        found = await asyncio.to_thread(
-                            with_prompt, found, writer, response.infer_response
-                        )
+                    found = piece(response.infer_response, self.returns_token_ids)
+                    if self._prompts:
+                        found = await self._with_prompt(found, response.infer_response)
                     self._unfinished -= bool(found.finish_reason)
                     if not self._unfinished:
                         is_finished = True
@@ -193,6 +197,15 @@ class FrontendCall:
             self._call.cancel()  # has no effect on a closed call
         if not is_finished:
             raise unavailable("the frontend closed the answer before its end; retry")
+
+    async def _with_prompt(
+        self, found: AnswerPiece, response: service_pb2.ModelInferResponse
+    ) -> AnswerPiece:
+        writer = self._prompts[found.index]
+        if writer.is_begun:
+            return with_prompt(found, writer, response)
+        # In a thread, because a prompt may be long.
+        return await asyncio.to_thread(with_prompt, found, writer, response)
 
 
 class SeveralCalls:
@@ -231,14 +244,14 @@ def _raw(response: service_pb2.ModelInferResponse) -> dict[str, bytes]:
     return dict(zip(names, response.raw_output_contents, strict=True))
 
 
-def piece(response: service_pb2.ModelInferResponse) -> AnswerPiece:
+def piece(response: service_pb2.ModelInferResponse, returns_token_ids: bool = False) -> AnswerPiece:
     raw = _raw(response)
     logprobs = _logprobs(raw, LOGPROBS) if "output_log_probs" in raw else None
     text, reason = raw["text_output"][4:], raw["finish_reason"][4:].decode()
     decision = raw["decision"][4:] if "decision" in raw else b""
     index = int.from_bytes(raw[ANSWER], "little") if ANSWER in raw else 0
     found = AnswerPiece(text, reason, logprobs=logprobs, decision=decision, index=index)
-    if all(name in raw for name in TOKEN_IDS):
+    if returns_token_ids:
         ids = [np.frombuffer(raw[name], np.int32).tolist() for name in TOKEN_IDS]
         found = found._replace(token_ids=ids[0], prompt_ids=ids[1])
     if COUNTS[0] not in raw:

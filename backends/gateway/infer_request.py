@@ -151,6 +151,9 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
     of_prompt = _prompt_use(route, given, inputs, names)
     if answers > 1:
         inputs["num_return_sequences"] = answers
+    if answers > 1 and "prompt_logprobs" in inputs:
+        what = "logprobs of the prompt are available for one answer only; send n 1"
+        raise bad_field(names.get("prompt_logprobs", "prompt_logprobs"), what)
     if answers > kept:
         inputs.setdefault("return_log_probs", True)
         inputs.setdefault("top_logprobs", 0)

@@ -74,10 +74,7 @@ class LogprobsWriter:
             "tokens": [each["token"] for each in found],
             "token_logprobs": [each["logprob"] for each in found],
             "top_logprobs": [
-                None
-                if each["logprob"] is None
-                else {best["token"]: best["logprob"] for best in reversed(each["top_logprobs"])}
-                for each in found
+                None if each["logprob"] is None else _by_token(each) for each in found
             ],
             "text_offset": [self._text.add(bytes(each["bytes"])) for each in found],
         }
@@ -97,6 +94,13 @@ class LogprobsWriter:
             "logprob": None if log_prob is None else max(log_prob, LEAST),
             "bytes": list(raw),
         }
+
+
+def _by_token(logprobs: Mapping[str, Any]) -> dict[str, float]:
+    """Token -> logprob, of the token itself and the likeliest ones. Of equal texts, the likeliest
+    counts."""
+    listed = [logprobs, *reversed(logprobs["top_logprobs"])]
+    return {each["token"]: each["logprob"] for each in listed}
 
 
 class _TextOffsets:
@@ -149,16 +153,16 @@ class PromptWriter:
         self.use = use
         self._prompt = inputs.get("text_input") or inputs.get("input_ids", [])
         self._words, self._logprobs = words, logprobs
-        self._is_begun = False
+        self.is_begun = False
 
     def begin(self, prompt: PieceLogprobs | None, ranks: list[int]) -> tuple[bytes, bytes]:
         """(text, JSON of `prompt_logprobs`) to put before the answer; empty after the first call.
 
         `prompt`: the tokens of the prompt; None if the request has no logprobs of the prompt.
         `ranks`: of each token; 1: no token is likelier."""
-        if self._is_begun:
+        if self.is_begun:
             return b"", b""
-        self._is_begun = True
+        self.is_begun = True
         use, text = self.use, self._text() if self.use.is_echoed else b""
         if prompt is None:
             return text, b""

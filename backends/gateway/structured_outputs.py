@@ -74,7 +74,8 @@ def read_format(value: object, name: str = "response_format") -> AnswerForm:
 
 
 def read_structured(value: object, name: str = "structured_outputs") -> AnswerForm:
-    given = {key: each for key, each in as_object(name, value).items() if each is not None}
+    # vLLM's own clients send its options as false.
+    given = {key: each for key, each in as_object(name, value).items() if each not in (None, False)}
     for key in given:
         if key not in _KINDS:
             what = f"{name} has {shown(key)}, which is not supported; send {', '.join(_KINDS)}"

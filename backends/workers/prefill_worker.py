@@ -421,6 +421,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 self.process.store.lookup(job.put.stored_keys, request_id, self.config.lease_s)
             except StoreError as error:  # the blocks may be gone before the answer decodes
                 log.warning("the blocks of %s were not leased: %s", request_id, error)
+                break  # the directory would not answer for the others either
 
     def _reply(self, job: PrefillJob) -> PrefillReply:
         reply = job.reply(self.process.incarnation, self.driver.engine.layout.block_bytes)

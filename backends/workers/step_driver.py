@@ -191,8 +191,8 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         prompt = job.token_ids[: job.request.prompt_tokens].tolist()
         output = job.given_output_ids()
         answers = [job.request.sampling.of_answer(i) for i in range(1 + len(job.request.copies))]
-        guides = [job.guide, *(job.guide and job.guide.copy() for _ in job.request.copies)]
         try:
+            guides = [job.guide, *(job.guide and job.guide.copy() for _ in job.request.copies)]
             drawn, *others = [
                 draw(logits, params, len(output), prompt, output, guide)
                 for params, guide in zip(answers, guides, strict=True)

@@ -124,12 +124,13 @@ class TenantQuotas:
         limits = request.limits
         if limits is None:
             return None
-        asked = asked_tokens(request)
+        asked = asked_tokens(request) * request.answers
         if limits.tokens_per_minute is not None and asked > limits.tokens_per_minute:
+            times = f", {request.answers} times," if request.answers > 1 else ""
             reason = (
                 f"{request.prompt_tokens} prompt tokens and max_tokens "
-                f"{request.output_tokens_max} exceed the {limits.tokens_per_minute} that tenant "
-                f"{request.tenant!r} may have in a minute (tokens_per_minute); shorten "
+                f"{request.output_tokens_max}{times} exceed the {limits.tokens_per_minute} that "
+                f"tenant {request.tenant!r} may have in a minute (tokens_per_minute); shorten "
                 "the prompt or max_tokens"
             )
             return Reject(request.request_id, "too_large", reason, None, 0.0)
@@ -147,18 +148,13 @@ class TenantQuotas:
         """As `rejection`, for a prompt that is not parsed yet. `in_flight`: requests of the tenant
         over all frontends. None for work that is not a request, such as /tokenize. `arriving`:
         number of such requests."""
-        request = Request("", 0, (), 0, tenant=tenant, limits=limits)
-        return self._used_up(request, limits, in_flight, now_s, arriving)
+        request = Request("", 0, (), 0, tenant=tenant, limits=limits, answers=arriving)
+        return self._used_up(request, limits, in_flight, now_s)
 
     def _used_up(
-        self,
-        request: Request,
-        limits: TenantLimits,
-        in_flight: int | None,
-        now_s: float,
-        arriving: int = 1,
+        self, request: Request, limits: TenantLimits, in_flight: int | None, now_s: float
     ) -> Reject | None:
-        most = limits.requests_in_flight_max
+        most, arriving = limits.requests_in_flight_max, request.answers
         more = f", asks for {arriving}" if arriving > 1 else ""
         if most is not None and in_flight is not None and in_flight + arriving > most:
             reason = (
@@ -168,7 +164,7 @@ class TenantQuotas:
             return Reject(request.request_id, "tenant_full", reason, None, IN_FLIGHT_RETRY_S)
         window = self._windows.get(request.tenant) or UsageWindow()
         requests, tokens = window.used(now_s)
-        asked = max(1, asked_tokens(request))  # an unknown length counts as one token
+        asked = max(1, asked_tokens(request) * arriving)  # an unknown length counts as one token
         too_many = _above(requests + arriving, limits.requests_per_minute)
         too_much = _above(tokens + asked, limits.tokens_per_minute)
         if not too_many and not too_much:

@@ -368,3 +368,23 @@ def test_a_further_answer_to_a_prompt_waits_in_no_queue_and_counts_in_its_decode
     assert decode.requests == 2
     made.on_finished("copy", 1.0, 10)
     made.check()
+
+
+def test_a_further_answer_teaches_other_frontends_nothing_about_prefill() -> None:
+    def learned(is_prefilled: bool) -> float:
+        events = fleet(prefills=1, decodes=1, nodes=1)
+        one, other = (Conductor(ConductorConfig(), frontend=name) for name in ("f0", "f1"))
+        for made in (one, other):
+            made.on_events(events, 0.0)
+            other.on_routed_elsewhere(one.take_notes(0.0, 10), 0.0)
+            one.on_routed_elsewhere(other.take_notes(0.0, 10), 0.0)
+        for number in range(8):
+            request = Request(f"r{number}", 900, keys("a*14"), 10, is_prefilled=is_prefilled)
+            assert isinstance(one.on_request(request, 1.0), Route)
+            one.on_prefill_finished(f"r{number}", 1.0, 0, 0.9)
+        other.on_routed_elsewhere(one.take_notes(1.0, 100), 1.0)
+        [prefill] = [each for each in other.status(1.0) if each.role == "prefill"]
+        return prefill.speed_ratio
+
+    assert learned(is_prefilled=True) == 1.0
+    assert learned(is_prefilled=False) != 1.0, "this test sees what is learned"

@@ -153,6 +153,7 @@ class Attempts:
     sent_tokens: int = 0  # tokens sent to the client before the latest loss
     decoded_at_s: float = -math.inf  # time of the latest loss after decoded tokens; -inf: none
     pause_s_wanted: float = 0.0  # seconds before the next attempt; the deadline may shorten them
+    was_admitted: bool = False  # True: a further answer to the prompt of an admitted request
 
     def __post_init__(self) -> None:
         assert self.counted_max >= 1 and self.request_s_max > 0 and self.timeout_s > 0
@@ -195,7 +196,7 @@ class Attempts:
         """
         of_prefill = int(all(loss is Loss.WORKER_FULL for loss in self.losses))
         was_admitted = any(loss not in NOT_ADMITTED for loss in self.losses)
-        return self.sent_tokens > of_prefill or was_admitted
+        return self.was_admitted or self.sent_tokens > of_prefill or was_admitted
 
     @property
     def asks_others(self) -> bool:

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from backends.engine.sampling_params import SEED_MAX
-from backends.errors import KvMissing, Overloaded, WorkerUnavailable
+from backends.errors import Cancelled, KvMissing, Overloaded, WorkerUnavailable
 from backends.frontend.answer import AnswerGroup
+from backends.frontend.lifecycle.events import Unwanted
 from backends.frontend.lifecycle.machine import Phase
 from backends.frontend.request import answers_wanted
 from backends.tensors import ANSWERS_MAX
-from backends.workers.protocol import DecodeRequest
+from backends.workers.protocol import DecodeRequest, FirstToken
 from tests.backends.asking import array, refusal
 from tests.backends.frontend.test_live_request import ANSWER, Case, reject
 
@@ -147,8 +148,8 @@ def test_a_prompt_that_is_rejected_begins_no_copy() -> None:
     assert not case.cluster.released
 
 
-def test_a_copy_that_is_rejected_lets_go_of_the_blocks_that_are_leased_to_it() -> None:
-    case = Case({}, decisions=[None, reject("token_rate")], copies=1)
+def test_a_copy_that_is_too_large_lets_go_of_the_blocks_that_are_leased_to_it() -> None:
+    case = Case({}, decisions=[None, reject("too_large")], copies=1)
     case.run()
     assert case.cluster.released == ["copy0-1"]
     [error] = case.copy_clients[0].ends
@@ -181,3 +182,40 @@ def test_a_number_of_answers_out_of_range_is_refused_with_its_limits() -> None:
     for value in (0, ANSWERS_MAX + 1):
         said = refusal(num_return_sequences=value)
         assert f"num_return_sequences is {value}; use 1 to {ANSWERS_MAX}" in said
+
+
+def test_after_its_first_token_a_lost_prefill_is_not_shared_again() -> None:
+    """A further attempt samples the second token, which is not the first token of a copy."""
+    case = Case({"prefill_0": [KvMissing("gone")]}, copies=2, on_call=lambda model: begin(model))
+
+    def begin(model: str) -> None:
+        if model == "prefill_0" and not case.client.ids:
+            case.request.first_token(1, FirstToken("r-1", ANSWER[0], 0))
+
+    assert case.run() == ANSWER
+    assert [client.ids for client in case.copy_clients] == [ANSWER] * 2
+    shared, *alone = case.prefills
+    assert shared.copies and not any(body.copies for body in alone)
+
+
+@pytest.mark.parametrize("kind", ["no_decode_worker", "token_rate"])
+def test_a_copy_that_finds_no_room_for_a_moment_waits_as_an_admitted_request_does(
+    kind: str,
+) -> None:
+    case = Case({}, decisions=[None, reject(kind), reject(kind)], copies=1)
+    assert case.run() == ANSWER and case.copy_clients[0].ids == ANSWER
+    assert case.cluster.released == ["copy0-1"], "of the prefill that was shared"
+
+
+def test_the_first_answer_asks_for_room_for_all() -> None:
+    case = Case({}, copies=3)
+    case.run()
+    assert [request.answers for request in case.cluster.asked] == [4, 1, 1, 1]
+
+
+def test_a_prefill_that_is_given_up_releases_the_blocks_of_copies_too() -> None:
+    case = Case({}, copies=2)
+    leave = lambda model: case.request.post(Unwanted(Cancelled("gone")))  # noqa: E731
+    case.calls.on_call = leave
+    case.run()
+    assert case.cluster.released == ["r-1", "copy0-1", "copy1-1"]

@@ -122,7 +122,7 @@ def test_logprobs_come_in_openais_shapes() -> None:
         length = len(best["token"])
         assert [each["text_offset"] for each in parts] == [[0], [length], [2 * length]]
         assert all(each["token_logprobs"] == [LOG_PROB] for each in parts)
-        assert all(each["top_logprobs"] == [{}] for each in parts)
+        assert all(each["top_logprobs"] == [{best["token"]: LOG_PROB}] for each in parts)
         assert (await rig.post(CHAT, max_tokens=1)).json["choices"][0]["logprobs"] is None
 
     run(check)

@@ -178,6 +178,9 @@ def test_prompts_share_the_seed_that_is_sent_and_no_other() -> None:
         ({"n": True}, "n"),
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),
+        ({"n": 2, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"n": 2, "echo": True, "logprobs": 1}, "echo"),
+        ({"best_of": 2, "echo": True, "logprobs": 1}, "echo"),
         ({"prompt": ["a"] * (CHOICES_MAX + 1)}, "prompt"),
         ({"prompt": ["a"] * (CHOICES_MAX // 2 + 1), "n": 2}, "prompt"),
         ({"prompt": ["a", ""]}, "prompt[1]"),
@@ -198,3 +201,22 @@ def test_what_cannot_be_answered_is_refused_by_its_field(
     with pytest.raises(HttpRefusal) as caught:
         read_request(COMPLETION, body, 1)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_an_error_of_one_of_several_prompts_has_its_number() -> None:
+    async def check(rig: Rig) -> None:
+        error = "invalid_request: text_input is too long"
+        answer = await rig.post(COMPLETION, prompt=["say:a", f"fail:{error}"])
+        assert answer.status == 400 and answer.error["param"] == "prompt[1]"
+        assert answer.error["message"].startswith("prompt[1] is too long")
+
+    run(check)
+
+
+def test_token_ids_are_returned_only_if_they_are_wanted() -> None:
+    async def check(rig: Rig) -> None:
+        asked = {"echo": True, "logprobs": 1, "max_tokens": 1}
+        [choice] = (await rig.post(COMPLETION, **asked)).json["choices"]
+        assert not {"token_ids", "prompt_token_ids"} & choice.keys()
+
+    run(check)

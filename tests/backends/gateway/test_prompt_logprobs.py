@@ -52,7 +52,8 @@ def test_an_echo_with_logprobs_begins_with_the_prompts_tokens() -> None:
         assert found["tokens"][:-1] == names(IDS)
         assert found["token_logprobs"] == [None, *[PROMPT_LOG_PROB] * scored, LOG_PROB]
         best = dict.fromkeys(names([1, 2]), LOG_PROB)
-        assert found["top_logprobs"][:-1] == [None, *[best] * scored]
+        own = [{name: PROMPT_LOG_PROB, **best} for name in names(IDS)[1:]]
+        assert found["top_logprobs"][:-1] == [None, *own], "the token itself, as in vLLM"
         offsets = found["text_offset"]
         assert [TEXT[a:b] for a, b in itertools.pairwise(offsets)] == names(IDS)
         assert offsets[-1] == len(TEXT)
@@ -70,7 +71,7 @@ def test_a_stream_has_the_echo_in_its_first_event() -> None:
         parts = [each["choices"][0]["logprobs"] for each in chunks]
         assert [len(each["tokens"]) for each in parts] == [len(IDS) + 1, 1, 1]
         assert parts[0]["token_logprobs"][:2] == [None, PROMPT_LOG_PROB]
-        assert parts[0]["top_logprobs"][:2] == [None, {}]
+        assert parts[0]["top_logprobs"][:2] == [None, {names(IDS)[1]: PROMPT_LOG_PROB}]
         offsets = [offset for each in parts for offset in each["text_offset"]]
         assert offsets == sorted(offsets) and offsets[len(IDS)] == len(TEXT)
 
@@ -135,7 +136,7 @@ def test_echo_and_prompt_logprobs_have_their_own_number_of_likeliest_tokens() ->
         for logprobs, top in ((1, 3), (3, 1), (0, 2)):
             asked = {"echo": True, "logprobs": logprobs, "prompt_logprobs": top, "max_tokens": 1}
             [choice] = (await rig.post(COMPLETION, prompt=IDS, **asked)).json["choices"]
-            assert len(choice["logprobs"]["top_logprobs"][1]) == logprobs
+            assert len(choice["logprobs"]["top_logprobs"][1]) == logprobs + 1
             assert len(choice["prompt_logprobs"][1]) == top + 1
 
     run(check)

@@ -56,7 +56,8 @@ def test_each_form_reaches_the_conductor(key: str, value: Any, kind: str, text: 
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": ["a", 1]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
-        ({"structured_outputs": {"json_object": False}}, "structured_outputs.json_object"),
+        ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
         (
             {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
             "structured_outputs.whitespace_pattern",

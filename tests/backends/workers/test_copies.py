@@ -109,7 +109,7 @@ def test_an_answer_of_one_token_leases_nothing_to_the_others(pair: Pair) -> None
 def test_answers_under_a_grammar_each_follow_it(pair: Pair) -> None:
     schema = '{"enum": ["aa", "ab", "ba", "bb"]}'
     end_id = 2
-    sampling = {**SAMPLING, "guided_json": schema, "end_ids": (end_id,), "max_tokens": 12}
+    sampling = {**SAMPLING, "guide": schema, "end_ids": (end_id,), "max_tokens": 12}
     asked = Asked(pair, "first", IDS, **sampling)
     drawn = prefill(pair, asked, ["second", "third"])
     assert [copy.token_id for copy in drawn] == [

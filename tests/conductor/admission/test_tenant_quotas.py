@@ -382,3 +382,14 @@ def test_each_of_several_answers_counts_as_a_request() -> None:
     assert "has had 3 requests within a minute, asks for 3" in many.reason
     new = quotas.arrival_rejection("b", TenantLimits(requests_per_minute=2), 0, 1.0, arriving=3)
     assert new is not None and new.kind == "request_rate", "also before its first request"
+
+
+def test_the_tokens_of_all_answers_are_asked_for_at_once() -> None:
+    quotas = TenantQuotas(600.0)
+    several = replace(ask(tokens=100, output=100, tokens_per_minute=1_000), answers=5)
+    assert quotas.rejection(several, 0, 0.0) is None
+    never = quotas.rejection(replace(several, answers=6), 0, 0.0)
+    assert never is not None and never.kind == "too_large" and "6 times" in never.reason
+    quotas.admitted(ask(tokens=100, output=100, tokens_per_minute=1_000), 0.0)
+    later = quotas.rejection(several, 0, 1.0)
+    assert later is not None and later.kind == "token_rate" and "asks for 1000" in later.reason
