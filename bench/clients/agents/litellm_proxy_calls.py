@@ -5,6 +5,7 @@ Run as a program in its environment (call_matrix.py), which starts the proxy and
 
 from __future__ import annotations
 
+import http.client
 import importlib
 import json
 import os
@@ -12,7 +13,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,21 +47,26 @@ def proxy(server: CalledServer) -> Iterator[CalledServer]:
             command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | variables
         )
     try:
-        wait_ready(f"http://127.0.0.1:{port}/health/readiness", process)
+        wait_ready(f"127.0.0.1:{port}", process)
         yield replace(server, url=f"http://127.0.0.1:{port}/v1", key=PROXY_KEY)
     finally:
         process.terminate()
         process.wait(STOP_S_MAX)
 
 
-def wait_ready(url: str, process: subprocess.Popen[bytes]) -> None:
+def wait_ready(address: str, process: subprocess.Popen[bytes]) -> None:
     give_up_s = time.monotonic() + READY_S_MAX
     while process.poll() is None and time.monotonic() < give_up_s:
+        connection = http.client.HTTPConnection(address, timeout=CALL_S_MAX)
         try:
-            with urllib.request.urlopen(url, timeout=CALL_S_MAX):
+            connection.request("GET", "/health/readiness")
+            if connection.getresponse().status == 200:
                 return
-        except OSError:
-            time.sleep(0.2)
+        except (OSError, http.client.HTTPException):
+            pass
+        finally:
+            connection.close()
+        time.sleep(0.2)
     last_lines = Path("proxy.log").read_text(encoding="utf-8")[-800:]
     raise RuntimeError(f"the proxy is not ready: {last_lines}")
 

@@ -29,6 +29,7 @@ BESIDE = (
     "mooncake_store/wire",
     "backends/errors.py",
     "backends/launch_secret.py",
+    "backends/tensors.py",
     "backends/token_logprobs.py",
     "backends/engine/sampling_params.py",
     "backends/workers/arrivals.py",
