@@ -110,7 +110,7 @@ def ask_the_gateway(server: Server) -> None:
             return 0  # it does not listen yet
 
     body = {"prompt": "It was", "max_tokens": 4}
-    wait_until(lambda: post(body | {"n": 2}) == 400, "the gateway to refuse two answers at once")
+    wait_until(lambda: post(body | {"n": 0}) == 400, "the gateway to refuse no answers")
     with urllib.request.urlopen(f"{url}/v1/models", timeout=60.0) as answer:
         model = json.load(answer)["data"][0]["id"]
     wait_until(lambda: post(body | {"model": model}) == 200, "the gateway to answer")
