@@ -91,9 +91,8 @@ class FrontendCalls:
             if len(request.prompts) > 1:
                 names |= dict.fromkeys(("prompt", "text_input", "input_ids"), f"prompt[{prompt}]")
             of_prompt = prompts[prompt * answers : (prompt + 1) * answers]
-            call = FrontendCall(stream, names, answers, of_prompt)
-            call.returns_token_ids = request.returns_token_ids
-            calls.append(call)
+            returns_ids = request.returns_token_ids
+            calls.append(FrontendCall(stream, names, answers, of_prompt, returns_ids))
         return calls[0] if len(calls) == 1 else SeveralCalls(calls, answers)
 
     async def describe_model(self) -> dict[str, Any]:
@@ -142,19 +141,18 @@ class FrontendCalls:
 class FrontendCall:
     """One request at the conductor. Iteration raises HttpRefusal for an error."""
 
-    returns_token_ids = False  # True: pieces have token ids
-
     def __init__(
         self,
         call: grpc.aio.StreamStreamCall,
         names: Mapping[str, str],
         answers: int = 1,
         prompts: Sequence[PromptWriter] = (),
+        returns_token_ids: bool = False,
     ) -> None:
         """`names`: tensor -> field, where the field differs from NAME_OF_TENSOR. `prompts`: one for
         each answer whose first piece has its prompt."""
         self._call, self._names, self._prompts = call, names, prompts
-        self._unfinished = answers
+        self._unfinished, self._returns_token_ids = answers, returns_token_ids
         self.is_left = False
 
     def leave(self) -> None:
@@ -177,7 +175,7 @@ class FrontendCall:
                 if response.error_message:
                     raise refusal_of(response.error_message, self._names)
                 if response.infer_response.outputs:
-                    found = piece(response.infer_response, self.returns_token_ids)
+                    found = piece(response.infer_response, self._returns_token_ids)
                     if self._prompts:
                         found = await self._with_prompt(found, response.infer_response)
                     self._unfinished -= bool(found.finish_reason)

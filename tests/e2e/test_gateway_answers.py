@@ -1,4 +1,4 @@
-"""What the fields of OpenAI's interface do to answers of a real `mooncake serve` with API keys."""
+"""Effects of OpenAI's fields on the answers of a real `mooncake serve` with API keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scripts of all agents ask for: an object of a city and a number of days."""
+"""The object that the scripts of all agents request: a city and a number of days."""
 
 from __future__ import annotations
 
