@@ -1,5 +1,8 @@
 """The decode worker: reads handed-over KV, streams tokens, writes generated blocks to the store.
 
+lifecycle/decode.py decides what happens to a request, and in what order. The methods here are in
+the same order.
+
 Hand-over: a prefill worker announces each layer's KV as soon as the layer is in the store. The
 loader reads announced layers into pages that are reserved for the request (arrivals.py). When the
 request itself arrives, the loader reads the remaining blocks, and the request joins the batch.
@@ -30,13 +33,23 @@ import numpy as np
 
 from backends.config_pbtxt import DecodeConfig, checkpoint_folder
 from backends.engine.batching.batching import DecodeBatching
-from backends.errors import Cancelled, KvMissing, Overloaded, ServingError, WorkerUnavailable
+from backends.errors import Cancelled, KvMissing, Overloaded
 from backends.text.tokenizer import Tokenizer
-from backends.workers.arrivals import Arrivals
+from backends.workers.arrivals import Arrival, Arrivals
 from backends.workers.driver import DecodeDriver
 from backends.workers.jobs import DecodeClient, DecodeJob
-from backends.workers.kv_writer import BlockPut
+from backends.workers.kv_writer import JobEvent
 from backends.workers.lasting_parts import LastingParts
+from backends.workers.lifecycle.decode import step
+from backends.workers.lifecycle.events import (
+    Admitted,
+    Decoded,
+    Loaded,
+    LoadFailed,
+    Preempted,
+    Saved,
+)
+from backends.workers.lifecycle.states import Phase, State
 from backends.workers.protocol import (
     DecodeRequest,
     LayersReady,
@@ -48,7 +61,6 @@ from backends.workers.protocol import (
 from backends.workers.worker import JobWorker
 from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
-from mooncake_store.errors import StoreError
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
@@ -57,6 +69,7 @@ REPLIERS = 8  # threads that send replies
 
 class DecodeWorker(JobWorker[DecodeJob]):
     role = "decode"
+    step = staticmethod(step)
     loaders = 1  # so that a request's announced layers are read before its remaining blocks
     batching: DecodeBatching
 
@@ -81,105 +94,14 @@ class DecodeWorker(JobWorker[DecodeJob]):
             config.slots,
             waiting_max=config.queue_requests_max,
         )
-        # Finished jobs, and new tokens of unfinished jobs by reply inbox. `send_news` sends both.
-        self._ended: list[DecodeJob] = []
+        # New tokens of unfinished jobs by reply inbox, until `send_news`.
         self._updates: dict[str, list[TokenUpdate]] = defaultdict(list)
         self._pace = MessagePace()
         self._repliers = Repliers()
         driver.begin(self)
         self._serve()
 
-    def submit(self, request: DecodeRequest, ids: np.ndarray, client: DecodeClient) -> None:
-        """Queue a request. `client` gets the reply in another thread. Raises ServingError."""
-        self.process.call_limits.check(request, ids)
-        tokens_max = request.prompt_tokens + request.sampling.max_tokens
-        job = DecodeJob(
-            request,
-            ids,
-            client,
-            self._tokenizer,
-            self.process.fingerprint,
-            self.process.incarnation,
-            self.config.block_tokens,
-        )
-        self.driver.check(job)
-        with self.lock:
-            self._refuse(job)
-            if self._arrivals.is_refused(request.request_id):
-                raise Cancelled("the request was stopped before it arrived at this worker")
-            self._refuse_incomplete(request, len(ids) - 1)
-            self._check_again(request, len(ids))
-            if self._arrivals.get(request.request_id) is None and not self._reserve(
-                request.request_id, tokens_max, request.is_resumed
-            ):
-                raise self._queue_full("requests")
-            if request.priority:
-                self.batching.prioritise(request.request_id, request.priority)
-            self.jobs[request.request_id] = job
-            # The lock is still held. Otherwise the request could end before `hold` is called, and
-            # the request's leases would be renewed for ever.
-            self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
-            self.lock.notify_all()
-
-    def _load_tokenizer(self) -> Tokenizer:
-        return self._tokenizer
-
-    def _refuse_incomplete(self, request: DecodeRequest, kv_tokens: int) -> None:
-        """Raise KvMissing if the handed-over blocks are not exactly those that the engine needs.
-
-        A page into which no block is read would hold old data. The caller holds the lock.
-        """
-        given = sorted(ref.index for ref in request.blocks)
-        due = list(range(self.driver.blocks_due(len(given), kv_tokens)))
-        if given != due:
-            self._refuse_arrival(request.request_id)
-            raise KvMissing(
-                f"blocks {given[:8]} ({len(given)} in all) were sent; the first {len(due)} are due"
-            )
-
-    def _check_again(self, request: DecodeRequest, tokens: int) -> None:
-        """Raise Overloaded if a step would exceed `tbt_slo_s`. The caller holds the lock."""
-        jobs = self.jobs.values()
-        there = BatchOnArrival(
-            sum(len(job.token_ids) for job in jobs),
-            [job.request.sampling.max_tokens - len(job.output_ids) for job in jobs],
-            self.process.steps.speed,
-        )
-        refused = refusal(there, tokens, self.estimate, request.tbt_slo_s)
-        if refused is not None:
-            self._refuse_arrival(request.request_id)
-            raise Overloaded(refused.kind, refused.reason, refused.retry_after_s)
-
-    def _refuse_arrival(self, request_id: str) -> None:
-        """Ignore later messages about the request. The next turn of the engine loop frees pages
-        that were reserved for the request. The caller holds the lock."""
-        self._arrivals.refuse(request_id, time.monotonic())
-        self.lock.notify_all()
-
-    def _stopped_early(self, request_id: str) -> None:
-        self._arrivals.refuse(request_id, time.monotonic())
-
-    def report(self) -> WorkerReport:
-        with self.lock:
-            running, context_tokens = self.batching.running, self.batching.context_tokens
-            speed = self.process.steps.speed
-            return self._report(
-                queue_requests=len(self.jobs) - running,
-                queue_tokens=0,
-                running=running,
-                context_tokens=context_tokens,
-                step_s=speed * self.estimate.step_s(running, context_tokens),
-            )
-
-    def _replied(self, give_up_s: float) -> None:
-        self._repliers.close(max(0.0, give_up_s - time.monotonic()))
-
-    def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
-        """Queue a request for admission. False: the queue is full. The caller holds the lock."""
-        now_s = time.monotonic()
-        return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, arrived_s=now_s)
-
-    # -- reading KV
+    # -- a prefill worker announces KV of a request that has not arrived yet
 
     def _handle(self, message: WorkerMessage) -> None:
         if isinstance(message, LayersReady):
@@ -219,72 +141,139 @@ class DecodeWorker(JobWorker[DecodeJob]):
             with self.lock:
                 arrival.is_loading = False
 
-    def _load_rest(self, job: DecodeJob) -> bool:
-        """Read the job's blocks that are not in its pages yet. Returns True. Raises KvMissing if a
-        block is gone. Runs in the loader's thread."""
+    def _reserve(self, request_id: str, tokens_max: int, is_resumed: bool = False) -> bool:
+        """Queue a request for admission. False: the queue is full. The caller holds the lock."""
+        now_s = time.monotonic()
+        return self.batching.add(request_id, 1, tokens_max - 1, is_resumed, arrived_s=now_s)
+
+    # -- the request arrives, and waits for pages
+
+    def submit(self, request: DecodeRequest, ids: np.ndarray, client: DecodeClient) -> None:
+        """Queue a request. `client` gets the reply in another thread. Raises ServingError."""
+        self.process.call_limits.check(request, ids)
+        tokens_max = request.prompt_tokens + request.sampling.max_tokens
+        job = DecodeJob(
+            request,
+            ids,
+            client,
+            self._tokenizer,
+            self.process.fingerprint,
+            self.process.incarnation,
+            self.config.block_tokens,
+        )
+        job.state = State(needs_grammar=self._needs_grammar(job))
+        self.driver.check(job)
+        with self.lock:
+            self._refuse(job)
+            if self._arrivals.is_refused(request.request_id):
+                raise Cancelled("the request was stopped before it arrived at this worker")
+            self._refuse_incomplete(request, len(ids) - 1)
+            self._check_again(request, len(ids))
+            if self._arrivals.get(request.request_id) is None and not self._reserve(
+                request.request_id, tokens_max, request.is_resumed
+            ):
+                raise self._queue_full("requests")
+            if request.priority:
+                self.batching.prioritise(request.request_id, request.priority)
+            # The lock is still held. Otherwise the request could end before `hold` is called, and
+            # the request's leases would be renewed for ever.
+            self.process.owners.hold(request.request_id, time.monotonic(), job.keys_given)
+            self._add(job)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def _refuse_incomplete(self, request: DecodeRequest, kv_tokens: int) -> None:
+        """Raise KvMissing if the handed-over blocks are not exactly those that the engine needs.
+
+        A page into which no block is read would hold old data. The caller holds the lock.
+        """
+        given = sorted(ref.index for ref in request.blocks)
+        due = list(range(self.driver.blocks_due(len(given), kv_tokens)))
+        if given != due:
+            self._refuse_arrival(request.request_id)
+            raise KvMissing(
+                f"blocks {given[:8]} ({len(given)} in all) were sent; the first {len(due)} are due"
+            )
+
+    def _check_again(self, request: DecodeRequest, tokens: int) -> None:
+        """Raise Overloaded if a step would exceed `tbt_slo_s`. The caller holds the lock."""
+        jobs = self.jobs.values()
+        there = BatchOnArrival(
+            sum(len(job.token_ids) for job in jobs),
+            [job.request.sampling.max_tokens - len(job.output_ids) for job in jobs],
+            self.process.steps.speed,
+        )
+        refused = refusal(there, tokens, self.estimate, request.tbt_slo_s)
+        if refused is not None:
+            self._refuse_arrival(request.request_id)
+            raise Overloaded(refused.kind, refused.reason, refused.retry_after_s)
+
+    def _refuse_arrival(self, request_id: str) -> None:
+        """Ignore later messages about the request. The next turn of the engine loop frees pages
+        that were reserved for the request. The caller holds the lock."""
+        self._arrivals.refuse(request_id, time.monotonic())
+        self.lock.notify_all()
+
+    def _stopped_early(self, request_id: str) -> None:
+        self._arrivals.refuse(request_id, time.monotonic())
+
+    def _admit(self) -> None:
+        for request_id, pages in self._arrivals.reap(time.monotonic(), self.jobs.keys()):
+            self.batching.remove(request_id)  # an early reservation that was refused or has expired
+            self.release(pages)
+        if self.driver.can_preempt:
+            for request_id in self.batching.to_preempt():
+                self._preempt(self.jobs[request_id])
+        for admitted in self.batching.admit():
+            self._arrivals.give_pages(admitted.request_id, admitted.pages)
+        for job in self.jobs.values():
+            if job.state.phase is not Phase.QUEUED:
+                continue
+            arrival = self._arrivals.get(job.request_id)
+            if arrival is not None and arrival.pages:
+                job.arrival = self._arrivals.pop(job.request_id)
+                self.post(job, Admitted())
+
+    # -- a loader reads the blocks that were not read before
+
+    def _loaded(self, job: DecodeJob) -> Loaded | LoadFailed:
+        """Read the job's blocks that are not in its pages yet. Runs in the loader's thread."""
         assert job.arrival is not None, f"{job.request_id} has no pages"
         started_s = time.monotonic()
         is_new = job.saved is None
         if is_new:
             job.queue_s = started_s - job.submitted_s
+        event: Loaded | LoadFailed = Loaded()
         try:
             if not job.is_leaving:
-                early = job.arrival.whole_blocks(self.driver.engine.layout.layers)
-                missing = self._loader.load_rest(job.arrival, job.blocks)
-                if is_new:
-                    job.loaded_early_blocks = early
-                self.driver.engine.import_pages(job.pages)
-                if missing:
-                    raise KvMissing(f"blocks {missing[:8]} of {len(job.blocks)} are gone")
-        finally:
-            if is_new:
-                job.load_s = time.monotonic() - started_s
-                observations = self.process.observations
-                observations.observe("mooncake_decode_queue_seconds", job.queue_s)
-                observations.observe("mooncake_handover_load_seconds", job.load_s)
-            if self.driver.has_read(job):
-                self.release_handed_over(job)
-        return True
+                self._load_rest(job, job.arrival, is_new)
+        except Exception as problem:  # Catch all: keep the loader's thread
+            event = LoadFailed(self._load_error(job, problem))
+        if is_new:
+            job.load_s = time.monotonic() - started_s
+            observations = self.process.observations
+            observations.observe("mooncake_decode_queue_seconds", job.queue_s)
+            observations.observe("mooncake_handover_load_seconds", job.load_s)
+        return event._replace(releases=self.driver.has_read(job))
 
-    # -- preemption
+    def _load_rest(self, job: DecodeJob, arrival: Arrival, is_new: bool) -> None:
+        early = arrival.whole_blocks(self.driver.engine.layout.layers)
+        missing = self._loader.load_rest(arrival, job.blocks)
+        if is_new:
+            job.loaded_early_blocks = early
+        self.driver.engine.import_pages(job.pages)
+        if missing:
+            raise KvMissing(f"blocks {missing[:8]} of {len(job.blocks)} are gone")
 
-    def _preempt(self, job: DecodeJob) -> None:
-        """Take a running job out of the batch and queue the saving of its KV. Called between two
-        steps, with the lock held."""
-        pages, put = self.batching.preempt(job.request_id), job.give_up_pages()
-        if job.has_update:  # send it now, because the job may wait for long
-            update = Tokens(self.process.incarnation, [job.take_update()])
-            self.process.outbox.send(job.request.reply_inbox, update)
-        log.info("%s is preempted", job.request_id)
-        self.process.observations.observe("mooncake_decode_preemptions_total")
-        self.process.owners.hold(job.request_id, time.monotonic(), put.keys)
-        self.writer.then(lambda: self._save(job, put, pages))
+    def _release_given(self, job: DecodeJob) -> None:
+        self._release_leases(job)
 
-    def _save(self, job: DecodeJob, put: BlockPut, pages: list[int]) -> None:
-        """Save a preempted job's KV, then release its pages. Runs in the writer's thread."""
-        error: Exception | None = None
-        try:
-            if not job.is_leaving:
-                job.saved = self.writer.save(put)
-        except (ServingError, StoreError) as problem:
-            error = WorkerUnavailable(f"the KV of a preempted request was not saved: {problem}")
-        except Exception as problem:  # Catch all: release the pages in any case
-            log.exception("saving %s failed", job.request_id)
-            error = WorkerUnavailable(f"the KV of a preempted request was not saved: {problem!r}")
-        with self.lock:
-            self.batching.saved(job.request_id)
-            if error is not None:
-                self.fail(job, error)
-        self.release(pages)
-
-    # -- called by a driver
-
-    def join_batch(self, job: DecodeJob) -> bool:
-        """Start a loaded job. False: the job leaves or has left. The caller holds the lock."""
-        if not self._may_join(job):
-            return False
+    def _join(self, job: DecodeJob) -> None:
         self.batching.start(job.request_id, len(job.token_ids))
-        return True
+        self.lock.notify_all()
+
+    # -- the driver decodes tokens (step_driver.py, trtllm/decode.py)
 
     def decoded(self, tokens_of: Iterable[tuple[DecodeJob, Sequence[int]]]) -> None:
         """Record new tokens of jobs, in decoding order. The driver must then call `send_news`."""
@@ -295,20 +284,18 @@ class DecodeWorker(JobWorker[DecodeJob]):
             for job, token_ids in tokens_of:
                 try:
                     for token_id in token_ids:
-                        if job.finish_reason or job.is_leaving or self.has_left(job):
+                        if job.finish_reason or job.is_leaving:
                             break
                         job.decoded(token_id)
                         computed.append(job.request_id)
-                    has_news = job.has_update and not job.finish_reason
-                    if has_news and self._is_update_due(job, gaps_s, now_s):
+                    if job.filled:
+                        self.put_saved(job)
+                    is_due = job.has_update and self._is_update_due(job, gaps_s, now_s)
+                    if job.finish_reason or is_due:
                         job.update_sent_s = now_s
-                        self._updates[job.request.reply_inbox].append(job.take_update())
+                        self.post(job, Decoded(job.tokens_decoded, bool(job.finish_reason)))
                 except Exception as error:  # Catch all: a request must not fail the batch
                     self.fail(job, error)
-                if job.filled:
-                    self.put_saved(job)
-                if job.finish_reason:
-                    self._ended.append(job)
             self.batching.computed(computed)
             self.tokens_generated += len(computed)
 
@@ -322,47 +309,75 @@ class DecodeWorker(JobWorker[DecodeJob]):
         step_s = self.process.steps.recent_s
         return self._pace.is_due(inbox, gaps_s[inbox], step_s, now_s, job.update_sent_s)
 
+    def _send(self, job: DecodeJob) -> None:
+        self._updates[job.request.reply_inbox].append(job.take_update())
+
+    def send_news(self) -> None:
+        """Send each frontend one message with the new tokens of the unfinished jobs. Runs in the
+        thread that called `decoded`."""
+        updates, self._updates = self._updates, defaultdict(list)
+        for inbox, of_frontend in updates.items():
+            self.process.outbox.send(inbox, Tokens(self.process.incarnation, of_frontend))
+
     def put_saved(self, job: DecodeJob) -> None:
         """Queue the write of full blocks whose KV is complete in the pages. The caller holds the
         lock, so that a release of the pages is later in the writer's queue."""
         if blocks := job.take_saved():
             self.writer.put_whole(job.put, blocks)
 
-    def send_news(self) -> None:
-        """Reply to finished jobs, and send each frontend one message with the new tokens of the
-        unfinished jobs. Runs in the thread that called `decoded`."""
-        ended, self._ended = self._ended, []
-        updates, self._updates = self._updates, defaultdict(list)
-        for job in ended:
-            self.end(job)
-        for inbox, of_frontend in updates.items():
-            self.process.outbox.send(inbox, Tokens(self.process.incarnation, of_frontend))
+    # -- it is preempted between two steps, and waits for pages again
 
-    def end(self, job: DecodeJob, error: Exception | None = None) -> None:
-        """Remove a job and reply to its client. The writer's thread frees the pages after the tasks
-        that are queued now. Only a step that calls this method may be computing in the pages."""
-        with self.lock:
-            if self.has_left(job):
-                return
-            del self.jobs[job.request_id]
-            pages = self.batching.remove(job.request_id)
-            self._pages.leave(pages)
-            self.driver.abort(job)
-            self._refuse_arrival(job.request_id)  # a late LayersReady must not reserve pages
-        self.writer.then(lambda: self.driver.free(job, pages))
+    def _preempt(self, job: DecodeJob) -> None:
+        if job.has_update:  # send it now, because the job may wait for long
+            self.post(job, Decoded(job.tokens_decoded, is_last=False))
+            self.send_news()
+        self.post(job, Preempted())
+
+    def _take_pages(self, job: DecodeJob) -> None:
+        self.batching.preempt(job.request_id)
+        job.saving = job.give_up_pages()
+        log.info("%s is preempted", job.request_id)
+        self.process.observations.observe("mooncake_decode_preemptions_total")
+        self.process.owners.hold(job.request_id, time.monotonic(), job.saving.keys)
+
+    def _save(self, job: DecodeJob) -> None:
+        assert job.saving is not None, job.request_id
+        self.writer.save_soon(job.saving, job)
+
+    def _on_mark(self, mark: JobEvent) -> None:
+        if isinstance(mark.event, Saved):
+            mark.job.saved = mark.event.blocks
+        super()._on_mark(mark)
+
+    def _save_over(self, job: DecodeJob) -> None:
+        self.batching.saved(job.request_id)
+        job.saving = None
+        self.release(job.pages_left)
+
+    # -- it is answered, and leaves
+
+    def _is_reading(self, job: DecodeJob) -> bool:
+        arrival = self._arrivals.get(job.request_id) or job.arrival
+        return arrival is not None and arrival.is_loading
+
+    def _remove(self, job: DecodeJob) -> None:
+        super()._remove(job)
+        self._arrivals.pop(job.request_id)
+        self._refuse_arrival(job.request_id)  # a late LayersReady must not reserve pages
+
+    def _reply(self, job: DecodeJob) -> None:
+        self._repliers.send(job.reply)
+
+    def _fail(self, job: DecodeJob) -> None:
+        error = job.state.error
         if error is None:
+            job.finish_reason = "cancelled"
             self._repliers.send(job.reply)
         else:
             self._repliers.send(lambda: job.client.fail(error))
 
-    def forget(self, job: DecodeJob) -> None:
-        """Write no more of the job's blocks to the store, and release the leases on its
-        handed-over blocks. Runs in the writer's thread."""
-        job.end_put()
-        self.release_handed_over(job)
-
-    def release_handed_over(self, job: DecodeJob) -> None:
-        """Release the leases on the handed-over blocks.
+    def _release_leases(self, job: DecodeJob) -> None:
+        """Release the leases on the job's blocks.
 
         Exception: if the engines hand KV over by themselves, this worker only stops renewing. The
         prefill worker, which may still be writing leased slots, releases the leases.
@@ -370,33 +385,22 @@ class DecodeWorker(JobWorker[DecodeJob]):
         owners = self.process.owners
         (owners.drop if job.request.native else owners.release)(job.request_id)
 
-    # -- turns of the engine loop
+    # -- what the worker says of itself
 
-    def _admit(self) -> None:
-        if self.driver.can_preempt:
-            for request_id in self.batching.to_preempt():
-                self._preempt(self.jobs[request_id])
-        for admitted in self.batching.admit():
-            self._arrivals.give_pages(admitted.request_id, admitted.pages)
-        for job in self.jobs.values():
-            arrival = self._arrivals.get(job.request_id)
-            if job.arrival is None and arrival is not None and arrival.pages:
-                job.arrival = self._arrivals.pop(job.request_id)
-                job.is_loading = True
-                self._loading.submit(self._load, job, self._load_rest)
+    def report(self) -> WorkerReport:
+        with self.lock:
+            running, context_tokens = self.batching.running, self.batching.context_tokens
+            speed = self.process.steps.speed
+            return self._report(
+                queue_requests=len(self.jobs) - running,
+                queue_tokens=0,
+                running=running,
+                context_tokens=context_tokens,
+                step_s=speed * self.estimate.step_s(running, context_tokens),
+            )
 
-    def _drop_leaving(self) -> None:
-        """Drop leaving jobs, and early reservations (arrivals.py) that were refused or expired."""
-        for request_id, pages in self._arrivals.reap(time.monotonic(), self.jobs.keys()):
-            self.batching.remove(request_id)
-            self._pages.release(pages)
-        for job in [j for j in self.jobs.values() if j.is_leaving and not j.is_loading]:
-            arrival = self._arrivals.get(job.request_id)
-            if arrival is not None and arrival.is_loading:
-                continue  # the loader is reading an announced layer into the job's pages
-            self._arrivals.pop(job.request_id)
-            job.finish_reason = "cancelled"
-            self.end(job, error=job.error)
+    def _replied(self, give_up_s: float) -> None:
+        self._repliers.close(max(0.0, give_up_s - time.monotonic()))
 
 
 class MessagePace:

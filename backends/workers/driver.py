@@ -1,11 +1,19 @@
-"""Interface between a worker and its engine's driver.
+"""Interface between a worker and its engine: what an engine must offer.
 
-The worker loads KV, allocates pages, writes KV to the store and replies. The driver runs the
-engine: step by step (step_driver.py), or as an engine that batches by itself (trtllm/). A driver
-reports the results of a job by calling methods of `PrefillWorker` or `DecodeWorker`.
+The worker loads KV, allocates pages, writes KV to the store and replies. A driver runs the engine:
+step by step (step_driver.py), spread over several workers (pipeline/), or as an engine with a
+process of its own (trtllm/). The contract:
 
-For each job the worker calls `check` at the submission, `start` when the loaded KV is in the pages,
-and `abort` when the job leaves. The worker calls `free` after the writer's last task for the job.
+* Compute this: after `start` returned or posted Ready, the job takes part in steps (JOIN). The
+  driver posts Sampled and Computed for a prompt, and calls `decoded` of a decode worker.
+* Copy this: the driver queues a write (worker.writer) as soon as KV is in the pages. It queues the
+  last write of a prompt before it posts Computed.
+* Stop that: `leave` stops a job. EngineLeft follows when the engine neither reads nor writes the
+  job's pages and slots, and all writes are queued. `leave` may come for a job that never started.
+* What is your load: `next_step` is asked at each turn; `has_room` before each admission.
+
+Events are those of lifecycle/events.py, posted by `worker.post`. A job that is stopped or has
+failed may get such events late; they are ignored.
 """
 
 from __future__ import annotations
@@ -17,10 +25,10 @@ from typing import Generic, TypeVar
 from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.interface import ServingEngine
 from backends.workers.kv_loader import KvLoader
+from backends.workers.lifecycle.events import Ready
 from backends.workers.protocol import WorkerMessage
 from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.layout import PageLayout
-from mooncake_store.records.blocks import Copy
 from mooncake_store.wire.mailbox import MESSAGE_BYTES_MAX
 
 W = TypeVar("W")  # the worker
@@ -64,11 +72,10 @@ class Driver(ABC, Generic[W, J]):
         return True
 
     @abstractmethod
-    def start(self, job: J) -> None:
-        """Begin to compute a job whose loaded KV is in its pages. Runs in the loading thread.
+    def start(self, job: J) -> Ready | None:
+        """Prepare the engine for a job whose loaded KV is in its pages. Runs in a loader's thread.
 
-        The driver calls the worker's `join_batch`, which returns False if the job is leaving or has
-        left. An exception fails the job.
+        Returns Ready, or None if the driver posts it. An exception fails the job.
         """
 
     @abstractmethod
@@ -79,22 +86,9 @@ class Driver(ABC, Generic[W, J]):
         engine batches by itself supervises the engine here.
         """
 
-    def abort(self, job: J) -> None:
-        """Stop computing this job. The caller holds the lock. The job may be over, or not started
-        yet."""
-
     @abstractmethod
-    def free(self, job: J, pages: list[int], then: Callable[[], None] = lambda: None) -> None:
-        """Release the pages of a job that has left, and call `then`.
-
-        The driver waits until the engine uses neither the pages nor the leased blocks. Called in
-        the writer's thread, after the writer's last task for the job.
-        """
-
-    @property
-    def is_drained(self) -> bool:
-        """True if the driver has no work for jobs that have left. The caller holds the lock."""
-        return True
+    def leave(self, job: J) -> None:
+        """Stop computing a job; EngineLeft follows. The caller holds the lock."""
 
     def series(self) -> Iterable[tuple[str, dict[str, str], float]]:
         """(metric, labels, value): the engine's own metrics."""
@@ -114,14 +108,6 @@ class Driver(ABC, Generic[W, J]):
 
     def on_message(self, message: WorkerMessage) -> None:
         """Handle a message that the worker itself does not handle. Runs in the inbox's thread."""
-
-    def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """Load block i of `copies` into pages[i]. Returns the number of leading blocks loaded."""
-        return loader.load_copies(copies, pages)
-
-    def behind(self, job: J, action: Callable[[], None]) -> None:
-        """Run `action` when no other worker uses the job's pages. The caller holds the lock."""
-        action()
 
     def close(self) -> None:
         """End the engine. It may be called before `begin`, and twice."""

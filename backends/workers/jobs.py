@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -17,6 +18,7 @@ from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import PromptLogprobs, PromptScores, TokenLogprobs
 from backends.workers.arrivals import Arrival
 from backends.workers.kv_writer import BlockPut
+from backends.workers.lifecycle.states import State
 from backends.workers.prefix_loading import LayeredPrefix
 from backends.workers.protocol import (
     BlockRef,
@@ -56,11 +58,10 @@ class Job(Generic[R, C]):
     request: R
     client: C
     submitted_s: float  # arrival at this worker (monotonic)
-    is_loading: bool = False  # True: a loader or grammar thread uses the job, so it must not leave
-    is_stopped: bool = False  # True after a Stop message
+    state: State = field(default_factory=State)  # only the worker's `post` changes it
+    pages_left: list[int] = field(default_factory=list)  # pages of a job that has left the batch
     # Grammar matcher after all output tokens so far. None before the KV is loaded, or if unused.
     guide: Guide | None = None
-    error: Exception | None = None  # the error with which the request fails
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,15 +69,17 @@ class Job(Generic[R, C]):
 
     @property
     def is_leaving(self) -> bool:
-        """True if the request was stopped or has failed, so that no more work is done for it."""
-        return self.is_stopped or self.error is not None
+        """True if no more work is done for the job."""
+        return self.state.is_leaving
+
+    @property
+    def has_left(self) -> bool:
+        """True if the job is in none of the worker's tables."""
+        return self.state.has_left
 
     def given_output_ids(self) -> list[int]:
         """The output tokens that the request already had when it arrived."""
         raise NotImplementedError
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -100,17 +103,8 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     native: bytes = b""  # hand-over data of an engine that moves KV by itself
     hands_over_blocks: bool = True  # False: the decode engine computes the prompt again
 
-    @property
-    def is_leaving(self) -> bool:
-        """As in `Job`; also True if a write of the KV to the store has failed."""
-        return self.is_stopped or self.error is not None or self.put.error is not None
-
     def given_output_ids(self) -> list[int]:
         return list(map(int, self.token_ids[self.request.prompt_tokens :]))
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.put.is_ended = True  # stop writing the request's KV
 
     @property
     def queue_s(self) -> float:
@@ -184,7 +178,7 @@ class LayeredJob:
     load_left_s: float = 0.0  # time left for all further loads of this attempt
     computed_parts: int = 0  # computed (token, layer) pairs, including abandoned attempts
     attempts: int = 0  # number of attempts begun
-    is_broken: bool = False  # a layer of the prefix is missing: the prompt starts again
+    due: int = 0  # the layer of the prefix to read next
 
 
 class DecodeJob(Job[DecodeRequest, DecodeClient]):
@@ -217,7 +211,8 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         self.filled: list[int] = []  # blocks filled by decoding and not yet written to the store
         self.saved_blocks = 0  # number of leading blocks whose KV is complete in the pages
         self._put: BlockPut | None = None
-        self.saved: list[BlockRef] | None = None  # KV that a preemption stored; None: no preemption
+        self.saving: BlockPut | None = None  # writes of a preempted job; None: none under way
+        self.saved: Sequence[BlockRef] | None = None  # KV that a preemption stored; None: none
         before = self.token_ids[-1 - CONTEXT_TOKENS : -1]
         sampling = request.sampling
         decided = len(self.output_ids) - 1
@@ -243,6 +238,11 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         return self.token_ids[self.request.prompt_tokens : self.tokens_given]
 
     @property
+    def tokens_decoded(self) -> int:
+        """Number of tokens that this worker has decoded."""
+        return len(self.token_ids) - self.tokens_given
+
+    @property
     def pages(self) -> list[int]:
         assert self.arrival is not None, f"{self.request_id} has no pages yet"
         return self.arrival.pages
@@ -265,20 +265,15 @@ class DecodeJob(Job[DecodeRequest, DecodeClient]):
         )
 
     @property
-    def blocks(self) -> list[BlockRef]:
+    def blocks(self) -> Sequence[BlockRef]:
         """Locations of the request's KV in the store, to be read when the request gets pages."""
         return self.request.blocks if self.saved is None else self.saved
 
     def give_up_pages(self) -> BlockPut:
-        """Forget the job's pages. Returns the writes to do before the pages are released."""
+        """Move the job's pages to `pages_left`. Returns the writes to do before their release."""
         put = self._new_put()
-        self.arrival, self._put = None, None
+        self.pages_left, self.arrival, self._put = self.pages, None, None
         return put
-
-    def end_put(self) -> None:
-        """Write no more blocks of this request, because its pages will be released."""
-        if self._put is not None:
-            self._put.is_ended = True
 
     def take_saved(self) -> list[int]:
         """Remove from `filled` the blocks that can be written to the store now. Returns them."""

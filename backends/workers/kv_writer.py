@@ -19,11 +19,13 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from backends.engine.batching.layer_passes import LayerRings
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
+from backends.workers.lifecycle.events import Saved, SaveFailed
 from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
 from mooncake_store.client.worker_store import WorkerStore
@@ -33,6 +35,14 @@ from mooncake_store.memory.digests import block_checksum, pack_digests
 from mooncake_store.records.blocks import Slot
 
 log = logging.getLogger(__name__)
+NOT_SAVED = "the KV of a preempted request was not saved"
+
+
+class JobEvent(NamedTuple):
+    """A mark in the writer's queue: an event of a job (lifecycle/events.py)."""
+
+    job: Any
+    event: Any
 
 
 def object_key(request_id: str, index: int) -> bytes:
@@ -56,8 +66,8 @@ class BlockPut:
     slot_keys: dict[int, bytes] = field(default_factory=dict)  # block -> block key of its slot
     refs: dict[int, BlockRef] = field(default_factory=dict)  # committed and cached blocks
     digests: dict[int, dict[int, int]] = field(default_factory=dict)  # block -> layer -> digest
-    is_owner: bool = True  # True: this worker releases the leases; False: pipeline stage 0 does
     error: Exception | None = None  # first error; nothing is written after it
+    has_late_write: bool = False  # True: a failed transfer may still write into the slots
     rings: LayerRings | None = None  # layer ring buffers of a layer-wise request, used as pages
     in_place: set[int] = field(default_factory=set)  # blocks that the engine itself writes to slots
     is_ended: bool = False  # True: the request has failed or left, so nothing more is written
@@ -85,9 +95,12 @@ class KvWriter:
         lease_s: float,
         deadline_s: float,
         export_pages: Callable[[Sequence[int]], None],
+        on_mark: Callable[[Any], None] = lambda mark: None,
+        on_error: Callable[[BlockPut], None] = lambda put: None,
     ) -> None:
         """`deadline_s`: time limit of one write into a node of another host.
-        `export_pages`: copies pages from the engine's memory to `pool` (interface.py)."""
+        `export_pages`: copies pages from the engine's memory to `pool` (interface.py).
+        `on_mark`, `on_error`: called in the writer's thread, the latter when `put.error` is set."""
         self._store = store
         self._pages = pages
         self._pool = pool
@@ -95,6 +108,8 @@ class KvWriter:
         self._lease_s = lease_s
         self._deadline_s = deadline_s
         self._export_pages = export_pages
+        self._on_mark = on_mark
+        self._on_error = on_error
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
@@ -143,20 +158,19 @@ class KvWriter:
             known.clear()
 
     def free_unfilled(self, put: BlockPut) -> None:
-        """Free the slots of blocks that will never be committed. Runs in the writer's thread.
+        """Free the slots of blocks that will never be committed. Nobody else may write them.
 
-        If a transfer into the slots may be pending, this method does nothing, because the directory
+        After a failed transfer, which may still write, this method does nothing: the directory
         quarantines the slots when their lease ends.
         """
         unfilled = [slot for block, slot in put.slots.items() if block not in put.refs]
-        is_alone = put.is_owner and self._pages.is_whole
-        if unfilled and is_alone and not put.in_place and put.error is None:
+        if unfilled and not put.has_late_write:
             with contextlib.suppress(StoreError):  # the slots are quarantined instead
                 self._store.abandon(unfilled, put.request_id)
 
-    def then(self, action: Callable[[], None]) -> None:
-        """Queue `action`, to run in the writer's thread. Errors of `action` are only logged."""
-        self._tasks.put(action)
+    def mark(self, mark: object) -> None:
+        """Call `on_mark` with `mark` when all tasks that are queued now are done."""
+        self._tasks.put(lambda: self._on_mark(mark))
 
     def put_whole(self, put: BlockPut, blocks: Sequence[int], is_handover: bool = False) -> None:
         """Queue the copy and commit of all layers of `blocks` at once.
@@ -185,19 +199,18 @@ class KvWriter:
             return
         try:
             action()
-        except ServingError as error:  # raised before any transfer, so the slots can be freed now
-            try:
-                self.free_unfilled(put)
-            finally:
-                put.error = error
+        except ServingError as error:  # raised before any transfer
+            put.error = error
         except StoreError as error:
+            put.has_late_write = True
             put.error = WorkerUnavailable(f"store: {error}")
         except Exception as error:  # Catch all: only this request fails
+            put.has_late_write = True
             of_request = {"request_id": put.request_id}
             log.exception("a write of %s failed", put.request_id, extra=of_request)
             put.error = WorkerUnavailable(f"the request's KV was not written: {error!r}")
-        if put.error is not None and put.is_owner and not put.in_place:
-            self._store.release(put.request_id)
+        if put.error is not None:
+            self._on_error(put)
 
     def _ensure_slots(self, put: BlockPut, blocks: Sequence[int], may_use_objects: bool) -> None:
         missing = [block for block in blocks if block not in put.slots]
@@ -272,6 +285,22 @@ class KvWriter:
         if is_handover and put.decode_inbox:
             self._notify(put, -1, [put.refs[block] for block in blocks], [])
 
+    def save_soon(self, put: BlockPut, job: Any) -> None:
+        """Queue `save`. `on_mark` then gets Saved or SaveFailed for the job."""
+
+        def save() -> None:
+            event: Saved | SaveFailed
+            try:
+                event = Saved([] if job.is_leaving else self.save(put))
+            except (ServingError, StoreError) as error:
+                event = SaveFailed(WorkerUnavailable(f"{NOT_SAVED}: {error}"))
+            except Exception as error:  # Catch all: the pages are released in any case
+                log.exception("saving %s failed", put.request_id)
+                event = SaveFailed(WorkerUnavailable(f"{NOT_SAVED}: {error!r}"))
+            self._on_mark(JobEvent(job, event))
+
+        self._tasks.put(save)
+
     def save(self, put: BlockPut) -> list[BlockRef]:
         """Write all KV of a request to the store, under its leases. Runs in the writer's thread.
 
@@ -318,10 +347,14 @@ class KvWriter:
         return [known[layer] for layer in layers]
 
     def announce_cached(self, put: BlockPut) -> None:
-        """Send the decode worker the locations of cached blocks. Runs in the writer's thread."""
-        refs = [put.refs[block] for block in sorted(put.refs)]
-        if put.decode_inbox and refs:
-            self._notify(put, -1, refs, [])
+        """Queue a message to the decode worker with the locations of the cached blocks."""
+
+        def announce() -> None:
+            refs = [put.refs[block] for block in sorted(put.refs)]
+            if put.decode_inbox and refs:
+                self._notify(put, -1, refs, [])
+
+        self._tasks.put(announce)
 
     def _notify(self, put: BlockPut, layer: int, refs: list[BlockRef], sums: list[int]) -> None:
         self._outbox.send(

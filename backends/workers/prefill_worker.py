@@ -1,8 +1,11 @@
 """The prefill worker: computes prompts, writes their KV to the store, and samples one token each.
 
-A prompt waits for pages. A loader then loads its cached prefix (prefix_loading.py), and the driver
-computes the other tokens, together with other prompts. During the computation, the writer
-(kv_writer.py) copies the KV to the store. The worker replies after the last block is committed.
+A prompt waits for pages. A loader then finds its cached prefix, fetches what other nodes have, and
+loads it into the pages (prefix_loading.py). The driver computes the other tokens, together with
+other prompts. During the computation, the writer (kv_writer.py) copies the KV to the store. The
+worker replies after the last block is committed. lifecycle/prefill.py decides this order. The
+methods here are in the same order.
+
 Threads: the engine's thread runs the engine loop (worker.py), loaders read KV, a writer stores KV.
 
 Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer.
@@ -20,11 +23,10 @@ Not here: Triton's API (prefill/model.py), steps and engines (step_driver.py, tr
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -38,6 +40,17 @@ from backends.workers.driver import Driver
 from backends.workers.jobs import LayeredJob, PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.lasting_parts import LastingParts
+from backends.workers.lifecycle.events import (
+    Admitted,
+    Blocked,
+    LayerDue,
+    LayerRead,
+    Loaded,
+    LoadFailed,
+    Unblocked,
+)
+from backends.workers.lifecycle.prefill import step
+from backends.workers.lifecycle.states import Phase, State
 from backends.workers.prefix_loading import (
     Fetching,
     FoundPrefix,
@@ -46,7 +59,7 @@ from backends.workers.prefix_loading import (
     PrefixLoading,
     SingleFlight,
 )
-from backends.workers.protocol import BlockRef, PrefillReply, PrefillRequest
+from backends.workers.protocol import BlockRef, PrefillRequest
 from backends.workers.worker import JobWorker
 from conductor.estimates.estimates import PrefillEstimate
 from mooncake_store.block_keys import block_keys, chain_seed, tenant_of
@@ -59,8 +72,22 @@ TRACED_MAX = 3
 log = logging.getLogger(__name__)
 
 
+class BlocksStored(NamedTuple):
+    """A mark in the writer's queue: these blocks of the job are stored."""
+
+    job: PrefillJob
+    keys: Sequence[bytes]
+
+
+class LayerStored(NamedTuple):
+    """A mark in the writer's queue: one more layer of the layer-wise job is stored."""
+
+    job: PrefillJob
+
+
 class PrefillWorker(JobWorker[PrefillJob]):
     role = "prefill"
+    step = staticmethod(step)
     loaders = 2
     batching: PrefillBatching
 
@@ -77,7 +104,6 @@ class PrefillWorker(JobWorker[PrefillJob]):
         self.driver: Driver[PrefillWorker, PrefillJob] = driver
         self._single_flight = SingleFlight()
         self._blocked: list[PrefillJob] = []  # each waits for a block that another prompt produces
-        self._broken: list[PrefillJob] = []  # layer-wise prompts that must start again
         self._nodes_read: set[str] = set()  # nodes from which a layer is being loaded
         store = self.process.store
         store.expect_threads(self.loaders)
@@ -94,13 +120,15 @@ class PrefillWorker(JobWorker[PrefillJob]):
         )
         self._prefixes = PrefixLoading(
             store,
-            functools.partial(driver.load_prefix, self._loader),
+            self._loader.load_copies,
             config.store_node,
             config.lease_s,
             config.transfer_s_max,
         )
         driver.begin(self)
         self._serve()
+
+    # -- a prompt arrives, and waits for pages
 
     def submit(self, request: PrefillRequest, ids: np.ndarray, client: PrefillClient) -> None:
         """Queue a prompt. `client` gets the reply in another thread. Raises ServingError."""
@@ -125,6 +153,10 @@ class PrefillWorker(JobWorker[PrefillJob]):
             put=put,
             scores=self._scores(request, ids),
         )
+        job.state = State(
+            needs_grammar=self._needs_grammar(job),
+            keeps_leases=bool(request.decode_inbox) and not self.driver.is_native,
+        )
         with self.lock:
             # Under the lock, so that an engine failure after this check also fails this job.
             self.driver.check(job)
@@ -136,9 +168,8 @@ class PrefillWorker(JobWorker[PrefillJob]):
             ):
                 raise self._queue_full("prompts")
             job.queue_ahead = self.batching.ahead(request.request_id)
-            self.jobs[request.request_id] = job
-            self._admit_waiting()  # now, so that the prefix is loaded during the current step
-            self.lock.notify_all()
+            self._add(job)
+            self._admit()  # now, so that the prefix is loaded during the current step
 
     def _scores(self, request: PrefillRequest, ids: np.ndarray) -> PromptScores | None:
         if not request.sampling.scores_prompt:
@@ -146,32 +177,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         top = min(request.sampling.prompt_logprobs, self.driver.engine.vocabulary_tokens)
         return PromptScores(ids[: request.prompt_tokens].astype(np.int32), top)
 
-    def report(self) -> WorkerReport:
-        with self.lock:
-            return self._report(
-                queue_requests=len(self.jobs),
-                queue_tokens=self.batching.queue_tokens,
-                running=self.batching.admitted,
-                context_tokens=0,
-                step_s=self.process.steps.recent_s,
-            )
-
-    def check(self) -> None:
-        with self.lock:
-            super().check()
-            self._single_flight.check()
-
-    # -- loading the prefix
-
     def _admit(self) -> None:
-        broken, self._broken = self._broken, []
-        for job in broken:
-            if not self.has_left(job) and not job.is_leaving:
-                self._begin_again(job)
-        self._admit_waiting()
-
-    def _admit_waiting(self) -> None:
-        """Admit requests and start their loads, also during a step. The caller holds the lock."""
         while self.driver.has_room():
             admitted = self.batching.admit(at_most=1)
             if not admitted:
@@ -184,33 +190,25 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 layer_bytes = self.driver.engine.layout.layer_bytes
                 job.put.rings = LayerRings(self._rings, layer_bytes, numbers)
                 job.layers = LayeredJob()
-            self._load_soon(job)
+            self.post(job, Admitted())
 
-    def _load_soon(self, job: PrefillJob) -> None:
-        job.is_loading = True
-        self._loading.submit(self._load, job, self._bring_prefix)
+    # -- a loader brings its cached prefix
 
-    def _bring_prefix(self, job: PrefillJob) -> bool:
-        """Load the cached prefix, or locate it for layer-wise prefill. False if the job is blocked
-        by another prompt. Runs in a loader's thread."""
+    def _loaded(self, job: PrefillJob) -> Loaded | None:
+        """Load the cached prefix, or locate it for layer-wise prefill. Runs in a loader's thread.
+        None: the job is blocked by another prompt."""
         job.loading_from_s = started_s = time.monotonic()
         self.process.owners.hold(job.request_id, started_s, job.put.keys)
         if not job.is_leaving and not self._load_prefix(job):
-            return False
+            return None
         job.load_s = time.monotonic() - started_s
-        return True
+        return Loaded()
 
     def _load_prefix(self, job: PrefillJob) -> bool:
-        """As `_bring_prefix`. A blocked job waits for a block that another prompt produces."""
         put = job.put
         found = self._prefixes.find(put.keys, job.request_id)
-        with self.lock:
-            missing = put.keys[len(found.local) :]
-            leads = self._single_flight.lead(missing, job.request_id)
-            if not leads and not self._overtakes(job, missing[0]):
-                job.is_loading = False
-                self._blocked.append(job)
-                return False
+        if not self._leads(job, put.keys[len(found.local) :]):
+            return False
         allowed = Fetching(job.request.fetch_blocks, tuple(job.request.fetch_nodes))
         prefix: LoadedPrefix
         if job.scores is not None:
@@ -232,9 +230,20 @@ class PrefillWorker(JobWorker[PrefillJob]):
             job.cached_tokens = min(blocks * self.config.block_tokens, len(job.token_ids) - 1)
             if job.layers is None:
                 self.driver.engine.import_pages(put.pages[:blocks])
-        self.writer.then(lambda: self.writer.announce_cached(put))
-        self._settle(job, [put.keys[block] for block in put.refs])
+        self.writer.announce_cached(put)
+        self._settle_blocks(job, [put.keys[block] for block in put.refs])
         return True
+
+    def _leads(self, job: PrefillJob, missing: Sequence[bytes]) -> bool:
+        """True if this prompt is to produce its missing blocks. False: it is blocked."""
+        with self.lock:
+            if self._single_flight.lead(missing, job.request_id):
+                return True
+            if self._overtakes(job, missing[0]):
+                return True
+            self.post(job, Blocked())
+            self._blocked.append(job)
+            return False
 
     def _overtakes(self, job: PrefillJob, key: bytes) -> bool:
         """True if a layer-wise prompt produces the block, and is after this job in queue order.
@@ -247,7 +256,52 @@ class PrefillWorker(JobWorker[PrefillJob]):
             return False
         return self.batching.goes_before(job.request_id, leader.request_id)
 
-    # -- layer-wise prefill
+    def _settle(self, job: PrefillJob) -> None:
+        self._settle_blocks(job, None)
+
+    def _settle_blocks(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
+        """Record that the job no longer produces these blocks (None: all its blocks), because they
+        are stored or abandoned. Then retry the blocked prompts."""
+        with self.lock:
+            self._single_flight.settle(keys, job.request_id)
+            blocked, self._blocked = self._blocked, []
+            for other in blocked:
+                self.post(other, Unblocked())
+
+    # -- the driver computes it (step_driver.py, trtllm/prefill.py)
+
+    def _join(self, job: PrefillJob) -> None:
+        prefix = job.layers.prefix if job.layers is not None else None
+        is_loaded = prefix is None or not prefix.copies
+        self.batching.start(job.request_id, job.cached_tokens, is_loaded)
+        self._load_layers_soon()
+        self.lock.notify_all()
+
+    def _send_first(self, job: PrefillJob) -> None:
+        assert job.state.token_id is not None
+        if message := job.first_token(job.state.token_id):
+            self.process.outbox.send(job.request.reply_inbox, message)
+
+    def settle_behind(self, job: PrefillJob, blocks: range) -> None:
+        """Record that these blocks are stored, after the writer's queued tasks."""
+        keys = job.put.keys[blocks.start : blocks.stop]
+        self.writer.mark(BlocksStored(job, keys))
+
+    def _on_mark(self, mark: Any) -> None:
+        if isinstance(mark, BlocksStored):
+            self._settle_blocks(mark.job, mark.keys)
+        elif isinstance(mark, LayerStored):
+            self._layer_stored(mark.job)
+        else:
+            super()._on_mark(mark)
+
+    def _write_failed(self, put: BlockPut) -> None:
+        with self.lock:
+            job = self.jobs.get(put.request_id)
+            if job is not None and job.put is put and put.error is not None:
+                self.fail(job, put.error)
+
+    # -- layer-wise prefill: a loader brings one layer of the prefix while another is computed
 
     def _traced_prefix(
         self, job: PrefillJob, layers: LayeredJob, found: FoundPrefix, allowed: Fetching
@@ -272,147 +326,74 @@ class PrefillWorker(JobWorker[PrefillJob]):
             job = self.jobs[request_id]
             assert job.layers is not None and job.layers.prefix is not None, request_id
             nodes = job.layers.prefix.nodes
-            is_over = job.is_leaving or job.layers.is_broken
-            if not is_over and not job.is_loading and not nodes & self._nodes_read:
-                job.is_loading = True
+            may_load = job.state.phase is Phase.COMPUTING and not job.state.is_busy
+            if may_load and not nodes & self._nodes_read:
                 self._nodes_read |= nodes
-                self._loading.submit(self._load_layer, job, job.layers, layer)
+                job.layers.due = layer
+                self.post(job, LayerDue())
 
-    def _load_layer(self, job: PrefillJob, layers: LayeredJob, layer: int) -> None:
-        """Load one layer of the prefix into the ring buffers, and report it to the batching. If a
-        block is missing, the prompt starts again. Runs in a loader's thread."""
-        started_s, prefix, has_arrived = time.monotonic(), layers.prefix, False
-        assert prefix is not None and job.put.rings is not None, job.request_id
-        error: Exception | None = None
+    def _read_layer(self, job: PrefillJob) -> None:
+        self._loading.submit(self._work, job, self._layer_read)
+
+    def _layer_read(self, job: PrefillJob) -> None:
+        """Load one layer of the prefix into the ring buffers. Runs in a loader's thread."""
+        layers, started_s = job.layers, time.monotonic()
+        assert layers is not None and layers.prefix is not None, job.request_id
+        assert job.put.rings is not None, job.request_id
+        prefix, layer, event = layers.prefix, layers.due, cast(Any, LayerRead(False))
         try:
-            has_arrived = self._loader.load_layer(
+            if self._loader.load_layer(
                 prefix.copies,
                 [of_block[layer] for of_block in prefix.digests],
                 job.put.rings,
                 layer,
                 layers.load_left_s,
-            )
-            if has_arrived:
+            ):
                 numbers = job.put.rings.numbers[: len(prefix.copies)]
                 cast(LayerEngine, self.driver.engine).import_layer(numbers, layer)
                 if remote := prefix.remote(self.config.store_node):
                     self.writer.layer_done(job.put, remote, layer)
+                event = LayerRead(True)
         except Exception as problem:  # Catch all: keep the loader's thread
-            error = self._load_error(job, problem)
+            event = LoadFailed(self._load_error(job, problem))
         took_s = time.monotonic() - started_s
         with self.lock:
             self._nodes_read -= prefix.nodes
-            job.is_loading = False
             job.load_s += took_s
             layers.load_left_s -= took_s
-            if error is not None:
-                self.fail(job, error)
-            elif has_arrived:
-                self.batching.layer_loaded(job.request_id)
-            else:
-                layers.is_broken = True
-                self._broken.append(job)
+            self.post(job, event)
             self._load_layers_soon()
             self.lock.notify_all()
 
-    def layer_stored(self, job: PrefillJob) -> None:
+    def _layer_loaded(self, job: PrefillJob) -> None:
+        self.batching.layer_loaded(job.request_id)
+
+    def _layer_stored(self, job: PrefillJob) -> None:
         """Report to the batching that a layer is stored. Runs in the writer's thread."""
         with self.lock:
-            if not self.has_left(job):
+            if not job.has_left:
                 self.batching.layer_stored(job.request_id)
                 self._load_layers_soon()
                 self.lock.notify_all()
 
-    def _begin_again(self, job: PrefillJob) -> None:
-        """Discard the job's computed tokens and slots, then load its prefix again. Called between
-        two steps, with the lock held."""
+    def _stop_batch(self, job: PrefillJob) -> None:
         assert job.layers is not None, job.request_id
         log.info("a block of %s's prefix is missing: the prompt starts again", job.request_id)
         self.batching.stop(job.request_id)
-        job.layers.computing, job.layers.is_broken = None, False
-        job.is_loading = True
+        job.layers.computing = None
+
+    def _give_up_slots(self, job: PrefillJob) -> None:
         self.writer.begin_again(job.put)
-        self.writer.then(lambda: self._load_soon(job))
 
-    def _settle(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
-        """Record that the job no longer produces these blocks (None: all its blocks), because they
-        are stored or abandoned. Then retry the blocked prompts."""
-        with self.lock:
-            self._single_flight.settle(keys, job.request_id)
-            blocked, self._blocked = self._blocked, []
-            for other in blocked:
-                if not self.has_left(other) and not other.is_leaving:
-                    self._load_soon(other)
+    # -- its KV is stored: the reply
 
-    # -- called by a driver
-
-    def join_batch(self, job: PrefillJob) -> bool:
-        """Start a loaded job in the batching. False if the job is leaving or has left. The caller
-        holds the lock."""
-        if not self._may_join(job):
-            return False
-        prefix = job.layers.prefix if job.layers is not None else None
-        is_loaded = prefix is None or not prefix.copies
-        self.batching.start(job.request_id, job.cached_tokens, is_loaded)
-        self._load_layers_soon()
-        return True
-
-    def settle_behind(self, job: PrefillJob, blocks: range | None) -> None:
-        """Call `_settle` for these blocks (None: all) after the writer's queued tasks."""
-        keys = None if blocks is None else job.put.keys[blocks.start : blocks.stop]
-        self.writer.then(lambda: self._settle(job, keys))
-
-    def send_first_token(self, job: PrefillJob, token_id: int) -> None:
-        """Send the first token to the frontend before the reply, if `first_token` allows it."""
-        if message := job.first_token(token_id):
-            self.process.outbox.send(job.request.reply_inbox, message)
-
-    def answer(self, job: PrefillJob, token_id: int) -> None:
-        """Reply for a computed prompt, and remove it, after the writer's queued tasks."""
-        self.writer.then(lambda: self._answer(job, token_id))
-
-    def answer_early(self, job: PrefillJob, token_id: int) -> None:
-        """Reply after the writer's queued tasks, but keep the job until `over`.
-
-        Used with engines that hand KV over by themselves. The store gets the KV after the reply.
-        """
-        self.writer.then(lambda: job.client.prefilled(token_id, self._reply(job)))
-
-    def over(self, job: PrefillJob) -> None:
-        """Remove a job that `answer_early` replied to, after the writer's queued tasks."""
-        self.writer.then(lambda: self._forget(job, keep_leases=False))
-
-    # -- leaving
-
-    def _drop_leaving(self) -> None:
-        for job in [j for j in self.jobs.values() if j.is_leaving and not j.is_loading]:
-            del self.jobs[job.request_id]
-            pages = self.batching.remove(job.request_id)
-            self.driver.abort(job)
-            left = functools.partial(self._left, job, pages)
-            # `_left` must run after the writer's last task for the job.
-            self.driver.behind(job, functools.partial(self.writer.then, left))
-
-    def _left(self, job: PrefillJob, pages: list[int]) -> None:
-        """Release pages, slots and leases, and fail the client. Runs in the writer's thread."""
-        release = functools.partial(self.process.owners.release, job.request_id)
-        self.driver.free(job, pages, release)
-        self._settle(job, None)
-        if job.computed_tokens:
-            name = "mooncake_aborted_prefill_tokens_total"
-            self.process.observations.observe(name, job.computed_tokens)
-        job.client.fail(job.error or job.put.error or Cancelled("the request was stopped"))
-
-    def _answer(self, job: PrefillJob, token_id: int) -> None:
-        """Reply, or fail if a write has failed. Runs in the writer's thread, after all writes."""
-        if job.put.error is not None:
-            self.fail(job, job.put.error)
-            return
-        reply = self._reply(job)
-        if job.request.decode_inbox:
+    def _reply(self, job: PrefillJob) -> None:
+        reply = job.reply(self.process.incarnation, self.driver.engine.layout.block_bytes)
+        job.observe(reply, self.config.block_tokens, self.process.observations)
+        if job.state.keeps_leases:
             self._lease_to_copies(job)
-        if self._forget(job, keep_leases=bool(job.request.decode_inbox)):
-            job.client.prefilled(token_id, reply)
+        assert job.state.token_id is not None, job.request_id
+        job.client.prefilled(job.state.token_id, reply)
 
     def _lease_to_copies(self, job: PrefillJob) -> None:
         """Lease the blocks to each further answer, as they are leased to this one."""
@@ -423,25 +404,39 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 log.warning("the blocks of %s were not leased: %s", request_id, error)
                 break  # the directory would not answer for the others either
 
-    def _reply(self, job: PrefillJob) -> PrefillReply:
-        reply = job.reply(self.process.incarnation, self.driver.engine.layout.block_bytes)
-        job.observe(reply, self.config.block_tokens, self.process.observations)
-        return reply
+    def _keep_leases(self, job: PrefillJob) -> None:
+        self.process.owners.drop(job.request_id)
 
-    def _forget(self, job: PrefillJob, keep_leases: bool) -> bool:
-        """Remove a successful job and release its pages. False if the job has left or failed.
-        `keep_leases`: the leases stay for the decode worker. Runs in the writer's thread."""
+    # -- it leaves
+
+    def _end_writes(self, job: PrefillJob) -> None:
+        job.put.is_ended = True
+
+    def _free_slots(self, job: PrefillJob) -> None:
+        self.writer.free_unfilled(job.put)
+
+    def _release_leases(self, job: PrefillJob) -> None:
+        self.process.owners.release(job.request_id)
+
+    def _fail(self, job: PrefillJob) -> None:
+        if job.computed_tokens:
+            name = "mooncake_aborted_prefill_tokens_total"
+            self.process.observations.observe(name, job.computed_tokens)
+        job.client.fail(job.state.error or Cancelled("the request was stopped"))
+
+    # -- what the worker says of itself
+
+    def report(self) -> WorkerReport:
         with self.lock:
-            if self.has_left(job) or job.error is not None:
-                return False
-            del self.jobs[job.request_id]
-            pages = self.batching.remove(job.request_id)
-            self.driver.abort(job)
-            self.lock.notify_all()
-        self.driver.free(job, pages)
-        self._settle(job, None)
-        if keep_leases:
-            self.process.owners.drop(job.request_id)
-        else:
-            self.process.owners.release(job.request_id)
-        return True
+            return self._report(
+                queue_requests=len(self.jobs),
+                queue_tokens=self.batching.queue_tokens,
+                running=self.batching.admitted,
+                context_tokens=0,
+                step_s=self.process.steps.recent_s,
+            )
+
+    def check(self) -> None:
+        with self.lock:
+            super().check()
+            self._single_flight.check()

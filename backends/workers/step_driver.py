@@ -28,7 +28,8 @@ from backends.engine.sampling import draw, largest_rows
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Driver, Samples
 from backends.workers.jobs import DecodeJob, LayeredJob, PrefillJob
-from backends.workers.prefill_worker import PrefillWorker
+from backends.workers.lifecycle.events import Computed, EngineLeft, Ready, Sampled
+from backends.workers.prefill_worker import LayerStored, PrefillWorker
 from backends.workers.protocol import CopyToken
 from backends.workers.worker import JobWorker
 from mooncake_store.layout import blocks_touched
@@ -106,9 +107,8 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         points = [(new, before) for new, before in PREFILL_POINTS if new + before <= longest]
         return calibration.measure_prefill(engine, points, budget_s)
 
-    def start(self, job: PrefillJob) -> None:
-        with self._worker.lock:
-            self._worker.join_batch(job)
+    def start(self, job: PrefillJob) -> Ready | None:
+        return Ready()
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         worker = self._worker
@@ -139,7 +139,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             if blocks := self._blocks_finished(chunk, job):
                 worker.writer.layer_done(job.put, blocks, chunk.layer)
             if chunk.is_last:
-                worker.writer.then(functools.partial(worker.layer_stored, job))
+                worker.writer.mark(LayerStored(job))
             layers.computed_parts += chunk.tokens
         step_s = time.monotonic() - started_s
         worker.process.steps.took(step_s)
@@ -152,11 +152,10 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         if is_over:
             assert logits is not None, f"{job.request_id} has no logits after its last layer"
             layers.computing = None
-            token_id = self._sampled(job, logits)
+            self._sample(job, logits)
             worker.writer.blocks_done(job.put, job.put.unstored_blocks())
             worker.settle_behind(job, range(len(job.put.keys)))
-            if token_id is not None:
-                worker.answer(job, token_id)
+            worker.post(job, Computed())
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
         worker, started_s = self._worker, time.monotonic()
@@ -168,26 +167,26 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         worker.process.steps.took(step_s)
         with worker.lock:
             worker.batching.computed(chunks)
-        token_ids: list[int | None] = []
         for row, (chunk, job) in enumerate(zip(chunks, jobs, strict=True)):
             if job.computing_from_s is None:
                 job.computing_from_s = started_s
             job.compute_s += step_s
             job.computed_tokens += chunk.tokens
-            token_ids.append(self._sampled(job, logits[row]) if chunk.is_last else None)
+            if chunk.is_last:
+                self._sample(job, logits[row])
         # Queue writes after the first tokens are sent, because the writer competes for the GIL.
-        for job, blocks, token_id in zip(jobs, finished, token_ids, strict=True):
+        for job, blocks, chunk in zip(jobs, finished, chunks, strict=True):
             if blocks and is_whole:
                 worker.writer.put_whole(job.put, blocks, is_handover=True)
             elif blocks:
                 worker.writer.blocks_done(job.put, blocks)
             if blocks:
                 worker.settle_behind(job, blocks)
-            if token_id is not None:
-                worker.answer(job, token_id)
+            if chunk.is_last:
+                worker.post(job, Computed())
 
-    def _sampled(self, job: PrefillJob, logits: np.ndarray) -> int | None:
-        """Sample and send the first token of a computed prompt. None if sampling fails."""
+    def _sample(self, job: PrefillJob, logits: np.ndarray) -> None:
+        """Sample the first token of a computed prompt. If sampling fails, the job fails."""
         prompt = job.token_ids[: job.request.prompt_tokens].tolist()
         output = job.given_output_ids()
         answers = [job.request.sampling.of_answer(i) for i in range(1 + len(job.request.copies))]
@@ -199,15 +198,14 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             ]
         except Exception as error:  # Catch all: a request must not fail the batch
             self._worker.fail(job, error)
-            return None
+            return
         job.logprobs = [drawn.logprobs] if drawn.logprobs is not None else []
         job.copies = [
             CopyToken(other.token_id, [other.logprobs] if other.logprobs is not None else [])
             for other in others
         ]
         job.computed_at_s = time.monotonic()
-        self._worker.send_first_token(job, drawn.token_id)
-        return drawn.token_id
+        self._worker.post(job, Sampled(drawn.token_id))
 
     def _prepare(
         self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]
@@ -239,12 +237,8 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         )
         return range(max(job.put.first_block, chunk.start // self._block_tokens), stop)
 
-    def free(
-        self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
-    ) -> None:
-        self._worker.release(pages)
-        self._worker.writer.free_unfilled(job.put)
-        then()
+    def leave(self, job: PrefillJob) -> None:
+        self._worker.post(job, EngineLeft())
 
 
 class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
@@ -261,11 +255,10 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
         return blocks_touched(kv_tokens, self.engine.layout.block_tokens)
 
-    def start(self, job: DecodeJob) -> None:
+    def start(self, job: DecodeJob) -> Ready | None:
         # After a step the KV of its tokens is in the pages, so every full block may be written.
         job.saved_blocks = sys.maxsize
-        with self._worker.lock:
-            self._worker.join_batch(job)
+        return Ready()
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         worker = self._worker
@@ -312,9 +305,5 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
                 self._worker.fail(job, error)
         return tokens_of
 
-    def free(
-        self, job: DecodeJob, pages: list[int], then: Callable[[], None] = lambda: None
-    ) -> None:
-        self._worker.forget(job)
-        self._worker.release(pages)
-        then()
+    def leave(self, job: DecodeJob) -> None:
+        self._worker.post(job, EngineLeft())

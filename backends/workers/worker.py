@@ -1,7 +1,9 @@
 """Common part of prefill and decode workers: jobs, the lock that guards them, the engine loop.
 
-Each turn of the engine loop drops stopped and failed jobs, admits waiting jobs, and lets the driver
-compute a step. Jobs join and leave between two steps only, so a step never loses its pages.
+What happens to a job, and in what order, is decided by a state machine (lifecycle/). Threads post
+events to it; `post` carries out the actions that follow. Each turn of the engine loop lets leaving
+jobs leave, admits waiting jobs, and lets the driver compute a step. Jobs join and leave between two
+steps only, so a step never loses its pages.
 
 Not here: inputs and results of a job (prefill_worker.py, decode_worker.py), the engine (driver.py),
 the cluster (worker_process.py).
@@ -10,6 +12,7 @@ the cluster (worker_process.py).
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -25,8 +28,20 @@ from backends.text.tokenizer import Tokenizer
 from backends.workers.driver import Driver
 from backends.workers.jobs import Job
 from backends.workers.kv_loader import PageGuard
-from backends.workers.kv_writer import KvWriter
+from backends.workers.kv_writer import BlockPut, JobEvent, KvWriter
 from backends.workers.lasting_parts import LastingParts
+from backends.workers.lifecycle.events import (
+    SLOW,
+    BetweenSteps,
+    CallLate,
+    Do,
+    Failed,
+    Guided,
+    LoadFailed,
+    Stopped,
+    Written,
+)
+from backends.workers.lifecycle.states import Phase, Result, State
 from backends.workers.protocol import DrainWorker, Stop, TakeRole, WorkerMessage
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.errors import StoreError
@@ -34,6 +49,7 @@ from mooncake_store.layout import PageLayout
 from mooncake_store.records.membership import WorkerReport
 
 log = logging.getLogger(__name__)
+COPIES_S_MAX = 5.0  # longest wait of a failed or stopped call for copies of its KV to end
 IDLE_WAIT_S = 0.1  # longest wait of an idle engine's thread for a job
 GUIDES_AT_ONCE = 4  # threads that compile grammars
 
@@ -42,9 +58,11 @@ J = TypeVar("J", bound=Job[Any, Any])
 
 
 class JobWorker(ABC, Generic[J]):
-    """Base class of both roles. A role implements `_admit` and `_drop_leaving`."""
+    """Base class of both roles. A role implements the actions of lifecycle/events.py that are not
+    here: a method for each, named like the action."""
 
     role: str  # "prefill" | "decode"
+    step: Callable[[State, Any], Result]  # the state machine of the role's jobs
     loaders: int  # number of threads that load KV
     batching: Admission
 
@@ -61,7 +79,13 @@ class JobWorker(ABC, Generic[J]):
         self._checkpoint = checkpoint_folder(config.checkpoint, repository)
         self._guides = Guides(self._load_tokenizer, driver.engine.vocabulary_tokens)
         self.lock = threading.Condition()  # guards jobs, batching, pages and the driver's state
-        self.jobs: dict[str, J] = {}
+        self.jobs: dict[str, J] = {}  # by request id, until REMOVE
+        # Jobs that are not over -> time of REMOVE (monotonic). inf: not removed, or its call ended
+        # because it was late.
+        self._open: dict[J, float] = {}
+        self._asked: dict[J, None] = {}  # jobs that asked for BetweenSteps, in this order
+        self._slow: list[tuple[J, Do]] = []  # to be carried out when `_posts` is 0
+        self._posts = 0  # depth of nested calls of `post`
         self.is_closing = False
         self.is_draining = False  # True: an operator drains this worker, which rejects new jobs
         self.is_changing = False  # True: the role will change, but jobs routed here are accepted
@@ -93,6 +117,8 @@ class JobWorker(ABC, Generic[J]):
             config.lease_s,
             config.transfer_s_max,
             engine.export_pages,
+            self._on_mark,
+            self._write_failed,
         )
         self._loading = ThreadPoolExecutor(self.loaders, thread_name_prefix="kv-loader")
         self._guiding = ThreadPoolExecutor(GUIDES_AT_ONCE, thread_name_prefix="guide")
@@ -104,14 +130,122 @@ class JobWorker(ABC, Generic[J]):
         self.process.join()
         self._is_ready.set()
 
+    # -- the life of a job
+
+    def post(self, job: J, event: Any) -> None:
+        """Change the job's state, and carry out what follows, from any thread.
+
+        SLOW actions are carried out without the lock. So a caller that holds the lock may only post
+        events without SLOW actions: all but Loaded, Guided, EngineRead, Written and CallLate.
+        """
+        with self.lock:
+            self._posts += 1
+            try:
+                job.state, actions = self.step(job.state, event)
+                for action in actions:
+                    if action in SLOW:
+                        self._slow.append((job, action))
+                    else:
+                        self._carry_out(job, action)
+            finally:
+                self._posts -= 1
+            if job.state.phase is Phase.OVER and self._open.pop(job, None) is not None:
+                self.lock.notify_all()
+            if self._posts or not self._slow:
+                return
+            slow, self._slow = self._slow, []
+        for job, action in slow:
+            try:
+                self._carry_out(job, action)
+            except Exception:  # Catch all: the other actions must follow
+                log.exception("%s of %s failed", action.name, job.request_id)
+
+    def _carry_out(self, job: J, action: Do) -> None:
+        getattr(self, "_" + action.name.lower())(job)
+
+    def fail(self, job: J, error: Exception) -> None:
+        """Let the job leave with this error. Only a job's first error counts."""
+        self.post(job, Failed(error))
+
     def stop(self, request_id: str) -> None:
         """Stop a request between two steps. A decode worker rejects a request that comes later."""
         with self.lock:
             if request_id in self.jobs:
-                self.jobs[request_id].is_stopped = True
+                self.post(self.jobs[request_id], Stopped())
             else:
                 self._stopped_early(request_id)
-            self.lock.notify_all()
+
+    def _add(self, job: J) -> None:
+        """Accept a job that was added to the batching. The caller holds the lock."""
+        self.jobs[job.request_id] = job
+        self._open[job] = math.inf
+        self.lock.notify_all()
+
+    def _ask_turn(self, job: J) -> None:
+        self._asked[job] = None
+        self.lock.notify_all()
+
+    def _load(self, job: J) -> None:
+        self._loading.submit(self._work, job, self._loaded)
+
+    def _compile(self, job: J) -> None:
+        # In a pool of its own, because compiling a schema may take a second.
+        self._guiding.submit(self._work, job, self._guided)
+
+    def _start(self, job: J) -> None:
+        self._work(job, self.driver.start)
+
+    def _work(self, job: J, work: Callable[[J], Any]) -> None:
+        """Run `work` in this thread, and post the event that it returns. None: it has posted it."""
+        try:
+            event = work(job)
+        except Exception as problem:  # Catch all: keep the thread
+            event = LoadFailed(self._load_error(job, problem))
+        if event is not None:
+            self.post(job, event)
+
+    @abstractmethod
+    def _loaded(self, job: J) -> Any:
+        """Load the job's KV. Returns the event that follows, or None if it was posted."""
+
+    def _guided(self, job: J) -> Guided:
+        """Create the job's grammar matcher, advanced by the job's earlier output tokens.
+
+        Raises InvalidRequest.
+        """
+        sampling, output_ids = job.request.sampling, job.given_output_ids()
+        job.guide = self._guides.guide(
+            sampling.guide, sampling.end_ids, output_ids, sampling.guide_kind
+        )
+        return Guided()
+
+    def _needs_grammar(self, job: J) -> bool:
+        return bool(job.request.sampling.guide) and self.driver.draws_by_guide
+
+    def _remove(self, job: J) -> None:
+        del self.jobs[job.request_id]
+        job.pages_left = self.batching.remove(job.request_id)
+        self._pages.leave(job.pages_left)
+        self._open[job] = time.monotonic()
+        self.lock.notify_all()
+
+    def _stop_engine(self, job: J) -> None:
+        self.driver.leave(job)
+
+    def _await_writes(self, job: J) -> None:
+        self.writer.mark(JobEvent(job, Written()))
+
+    def _release_pages(self, job: J) -> None:
+        self.release(job.pages_left)
+
+    def _on_mark(self, mark: Any) -> None:
+        """Handle a mark in the writer's queue. Runs in the writer's thread."""
+        self.post(*mark)
+
+    @property
+    def open_jobs(self) -> int:
+        """Number of jobs for which something is held."""
+        return len(self._open)
 
     @abstractmethod
     def report(self) -> WorkerReport: ...
@@ -131,8 +265,8 @@ class JobWorker(ABC, Generic[J]):
     def is_idle(self) -> bool:
         """True if there are no jobs, no expected hand-overs, and no pages in use."""
         with self.lock:
-            waits = self.jobs or self.batching.waiting or self.batching.admitted
-            return not waits and not self._pages.used_pages and self.driver.is_drained
+            waits = self._open or self.batching.waiting or self.batching.admitted
+            return not waits and not self._pages.used_pages
 
     def move_jobs(self) -> None:
         """Fail all jobs with WorkerGone, so that they resume on other workers."""
@@ -161,7 +295,7 @@ class JobWorker(ABC, Generic[J]):
         for pool in (self._loading, self._guiding):  # loaders, which submit to `_guiding`, first
             pool.shutdown(wait=True, cancel_futures=True)
         self.writer.close()
-        for job in list(self.jobs.values()):  # jobs that the engine loop did not drop in time
+        for job in [job for job in self._open if not job.state.is_told]:  # they did not end in time
             self.process.owners.release(job.request_id)
             job.client.fail(WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._replied(give_up_s)
@@ -177,23 +311,11 @@ class JobWorker(ABC, Generic[J]):
 
     # -- called by a driver
 
-    def fail(self, job: J, error: Exception) -> None:
-        """Record a job's first error, from any thread. The engine loop then drops the job, as soon
-        as no thread loads into its pages."""
-        with self.lock:
-            if self.jobs.get(job.request_id) is job and job.error is None:
-                job.fail(error)
-                self.lock.notify_all()
-
     def release(self, pages: list[int]) -> None:
         """Release pages that no thread reads or writes any more. From any thread."""
         with self.lock:
             self._pages.release(pages)
             self.lock.notify_all()
-
-    def has_left(self, job: J) -> bool:
-        """True if the job has been removed from `jobs`. The caller holds the lock."""
-        return self.jobs.get(job.request_id) is not job
 
     # -- accepting and loading jobs
 
@@ -212,17 +334,6 @@ class JobWorker(ABC, Generic[J]):
     def _load_tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self._checkpoint)
 
-    def _guide(self, job: J) -> bool:
-        """Create the job's grammar matcher, advanced by the job's earlier output tokens.
-
-        Returns True. Raises InvalidRequest.
-        """
-        sampling, output_ids = job.request.sampling, job.given_output_ids()
-        job.guide = self._guides.guide(
-            sampling.guide, sampling.end_ids, output_ids, sampling.guide_kind
-        )
-        return True
-
     def _queue_full(self, waiting: str) -> Overloaded:
         return Overloaded(
             f"{self.role}_queue_full",
@@ -230,26 +341,6 @@ class JobWorker(ABC, Generic[J]):
             f"queue_requests_max is {self._queue_requests_max}",
             1.0,
         )
-
-    def _load(self, job: J, load: Callable[[J], bool]) -> None:
-        """Run `load`, then start the job. Runs in a loader's thread.
-
-        If `load` returns False, the role must call this again later. Another thread creates a
-        grammar matcher after `load`, because compiling a schema may take a second.
-        """
-        needs_guide = bool(job.request.sampling.guide) and self.driver.draws_by_guide
-        try:
-            if not load(job):
-                return
-            if needs_guide and job.guide is None:
-                self._guiding.submit(self._load, job, self._guide)
-            else:
-                self.driver.start(job)
-        except Exception as problem:  # Catch all: keep the loader's thread
-            error = self._load_error(job, problem)
-            with self.lock:
-                job.is_loading = False
-                self.fail(job, error)
 
     def _load_error(self, job: J, problem: Exception) -> Exception:
         """The error with which a failed load fails its job. Logs unexpected problems."""
@@ -259,12 +350,6 @@ class JobWorker(ABC, Generic[J]):
             of_request = {"request_id": job.request_id, "trace_id": job.request.trace_id}
             log.error("loading %s failed", job.request_id, exc_info=problem, extra=of_request)
         return problem
-
-    def _may_join(self, job: J) -> bool:
-        """Record a job as loaded. False: the job leaves or has left. The caller holds the lock."""
-        job.is_loading = False
-        self.lock.notify_all()
-        return not self.has_left(job) and not job.is_leaving
 
     def _on_message(self, message: WorkerMessage) -> None:
         if self._is_ready.is_set():
@@ -292,6 +377,9 @@ class JobWorker(ABC, Generic[J]):
     def _keep_role(self, message: TakeRole) -> None:
         log.warning("%s cannot change to the role %s", self.process.worker_id, message.role)
 
+    def _write_failed(self, put: BlockPut) -> None:
+        """Handle the first error of a job's writes, in the writer's thread. See PrefillWorker."""
+
     def _stopped_early(self, request_id: str) -> None:
         """Handle a stop for a request that is not in `jobs`. A decode worker overrides this."""
 
@@ -301,27 +389,39 @@ class JobWorker(ABC, Generic[J]):
     # -- the engine's thread
 
     def _run(self) -> None:
-        while self._turn():
-            pass
+        try:
+            while self._turn():
+                pass
+        except Exception:  # Catch all: without this thread no job goes on
+            log.exception("a turn of %s failed", self.process.worker_id)
+            self.process.lose("its engine loop has failed")
 
     def _turn(self) -> bool:
         """One turn of the engine loop. Returns False to end the loop."""
         with self.lock:
-            if self.is_closing and not self.jobs and self.driver.is_drained:
-                return False
-            self._drop_leaving()
+            if self.is_closing and all(job.state.phase is Phase.FLUSHING for job in self._open):
+                return False  # the writer releases what these jobs hold
+            asked, self._asked = self._asked, {}
+            for job in asked:
+                self.post(job, BetweenSteps(self._is_reading(job)))
             self._pages.settle()
             self._admit()
-            step = self.driver.next_step(time.monotonic())
-            if step is None:
+            now_s = time.monotonic()
+            late = [job for job, left_s in self._open.items() if now_s - left_s > COPIES_S_MAX]
+            self._open.update(dict.fromkeys(late, math.inf))
+            step = self.driver.next_step(now_s)
+            if step is None and not late:
                 self.lock.wait(IDLE_WAIT_S)
                 return True
-        step()
+        for job in late:
+            self.post(job, CallLate())
+        if step is not None:
+            step()
         return True
 
-    @abstractmethod
-    def _drop_leaving(self) -> None:
-        """Drop stopped and failed jobs that no thread is loading. The caller holds the lock."""
+    def _is_reading(self, job: J) -> bool:
+        """True if an announced layer is being read into the job's pages. See DecodeWorker."""
+        return False
 
     @abstractmethod
     def _admit(self) -> None:

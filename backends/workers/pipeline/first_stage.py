@@ -18,16 +18,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
 from backends.engine.torch.torch_engine import TorchEngine
 from backends.errors import InvalidRequest, WorkerGone, WorkerUnavailable, from_wire
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_loader import KvLoader
+from backends.workers.kv_writer import JobEvent
+from backends.workers.lifecycle.events import Computed, EngineLeft, Ready, Sampled
 from backends.workers.pipeline import group
 from backends.workers.pipeline.group import PipelineGroup
 from backends.workers.pipeline.stage_prefill import StagePrefill
-from backends.workers.pipeline.step_window import SentStep, StepWindow
+from backends.workers.pipeline.step_window import PrefixLoad, SentStep, StepWindow
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import (
     GroupBegins,
@@ -42,8 +46,9 @@ from backends.workers.protocol import (
     WorkerMessage,
 )
 from backends.workers.step_times import HUNG_S_MIN
+from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.errors import StoreError
-from mooncake_store.layout import blocks_touched
+from mooncake_store.layout import PageLayout, blocks_touched
 from mooncake_store.records.blocks import Copy
 from mooncake_store.records.membership import WorkerInfo
 
@@ -161,37 +166,36 @@ class PipelinePrefill(StagePrefill):
 
     # -- loading a prompt's prefix
 
-    def load_prefix(self, loader: KvLoader, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """Load the prefix in all stages. Returns the number of leading blocks that all have loaded.
+    def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
+        return GroupLoader(store, pages, self.engine.kv_pool, deadline_s, self)
 
-        Runs in a loader's thread. Raises WorkerGone or WorkerUnavailable if a stage does not reply.
-        """
-        if not copies:
-            return 0
+    def begin_load(self, copies: Sequence[Copy], pages: Sequence[int]) -> PrefixLoad:
+        """Let all other stages load block i of `copies` into pages[i]. Raises WorkerGone."""
         worker, stages = self._worker, range(1, self.config.pipeline_stages)
-        pages = list(pages[: len(copies)])
-        patience_s = 2 * self.config.transfer_s_max
         with worker.lock:
             if not self._group.is_whole:
                 raise WorkerGone(self._group.missing())
-            late_s = time.monotonic() + patience_s + HUNG_S_MIN
+            late_s = time.monotonic() + 2 * self.config.transfer_s_max + HUNG_S_MIN
             load = self._window.wanted(pages, stages, late_s)
-            wanted = PrefixWanted(self._group.epoch, load.number, list(copies), pages)
+            wanted = PrefixWanted(self._group.epoch, load.number, list(copies), list(pages))
             for inbox in self._group.others.values():
                 worker.process.outbox.send(inbox, wanted)
-        blocks = loader.load_copies(copies, pages)
-        with worker.lock:
-            worker.lock.wait_for(lambda: load.is_over, patience_s)
+        return load
+
+    def end_load(self, load: PrefixLoad) -> int:
+        """Number of leading blocks that all other stages have loaded. Raises WorkerUnavailable."""
+        with self._worker.lock:
+            self._worker.lock.wait_for(lambda: load.is_over, 2 * self.config.transfer_s_max)
             if not load.is_here:
                 raise WorkerUnavailable("another stage has not loaded the cached prefix")
-        return min(blocks, load.blocks)
+            return load.blocks
 
     def start(self, job: PrefillJob) -> None:
-        """Queue the allocation of slots for all stages, then the start. In a loader's thread."""
+        """Queue the allocation of slots for all stages, then Ready."""
         blocks = blocks_touched(len(job.token_ids), self._block_tokens)
-        worker = self._worker
-        worker.writer.allocate(job.put, range(job.put.first_block, blocks))
-        worker.writer.then(lambda: super(PipelinePrefill, self).start(job))
+        writer = self._worker.writer
+        writer.allocate(job.put, range(job.put.first_block, blocks))
+        writer.mark(JobEvent(job, Ready()))
 
     # -- steps
 
@@ -245,7 +249,7 @@ class PipelinePrefill(StagePrefill):
                 self._worker.fail(job, from_wire(message.errors[index], "the last stage"))
             elif chunk.is_last and not job.is_leaving:
                 job.logprobs = message.logprobs[index] if message.logprobs else []
-                self._worker.send_first_token(job, message.token_ids[index])
+                self._worker.post(job, Sampled(message.token_ids[index]))
 
     def _written(self, message: StageWritten) -> None:
         """Record that a stage has written its layers. Commit the blocks if all stages have."""
@@ -255,6 +259,7 @@ class PipelinePrefill(StagePrefill):
             return
         for index, job in enumerate(step.jobs):
             if message.errors[index]:
+                job.put.has_late_write = True
                 worker.fail(job, WorkerUnavailable(message.errors[index]))
             elif message.digests[index]:
                 worker.writer.add_digests(job.put, message.digests[index])
@@ -264,28 +269,45 @@ class PipelinePrefill(StagePrefill):
             if blocks := step.finished[index]:
                 worker.writer.blocks_done(job.put, blocks)
                 worker.settle_behind(job, blocks)
-            if chunk.is_last and not job.is_leaving:
-                worker.answer(job, step.token_ids[index])
+            if chunk.is_last:
+                worker.post(job, Computed())
         self._window.over(step)
 
     # -- leaving
 
-    def behind(self, job: PrefillJob, action: Callable[[], None]) -> None:
-        self._window.behind(job, action)
+    def leave(self, job: PrefillJob) -> None:
+        def left() -> None:
+            is_certain = self._group.is_whole
+            if not is_certain:  # a stage that has left the epoch may still compute in these pages
+                self._parked += job.pages_left
+            self._worker.post(job, EngineLeft(is_certain))
 
-    @property
-    def is_drained(self) -> bool:
-        return self._window.is_empty
+        self._window.behind(job, left)
 
-    def free(
-        self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
+
+class GroupLoader(KvLoader):
+    """Loads a prefix in all stages of the group."""
+
+    def __init__(
+        self,
+        store: WorkerStore,
+        pages: PageLayout,
+        pool: np.ndarray,
+        deadline_s: float,
+        driver: PipelinePrefill,
     ) -> None:
-        with self._worker.lock:
-            if self._group.is_whole:
-                self._worker.release(pages)
-            else:  # a stage that has left the epoch may still compute in these pages
-                self._parked += pages
-        then()
+        super().__init__(store, pages, pool, deadline_s)
+        self._driver = driver
+
+    def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
+        """As KvLoader. Returns the number of leading blocks that arrived in all stages.
+
+        Raises WorkerGone or WorkerUnavailable if a stage does not reply.
+        """
+        if not copies:
+            return 0
+        load = self._driver.begin_load(copies, pages[: len(copies)])
+        return min(super().load_copies(copies, pages), self._driver.end_load(load))
 
 
 def _plan(chunk: Chunk, job: PrefillJob, blocks: range, block_tokens: int) -> StageWork:

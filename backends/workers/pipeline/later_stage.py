@@ -99,6 +99,7 @@ class StageWorker:
             config.lease_s,
             config.transfer_s_max,
             engine.export_pages,
+            self._on_mark,
         )
         group.refuse_mistakes(self.process.info, self.process.directory.workers())
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -205,7 +206,7 @@ class StageWorker:
         self.process.watch.began(time.monotonic())
         try:
             is_written = threading.Event()
-            self._writer.then(is_written.set)
+            self._writer.mark(is_written)
             is_written.wait()
             with self._lock:
                 self._lock.wait_for(lambda: not self._loads or self._is_closing)
@@ -304,11 +305,19 @@ class StageWorker:
                 logprobs=[[drawn.logprobs] if drawn.logprobs else [] for drawn, _ in sampled],
             )
             self._answer(computed)
-        writer.then(lambda: self._written(step, puts))
+        writer.mark(step)
 
-    def _written(self, step: StageStep, puts: list[BlockPut]) -> None:
-        """Report the step's writes to stage 0. Runs in the writer's thread, after the writes."""
-        self._writing.pop(step.number, None)
+    def _on_mark(self, mark: StageStep | StageWritten | threading.Event) -> None:
+        """Report a step's writes to stage 0. Runs in the writer's thread, after the writes."""
+        if isinstance(mark, threading.Event):
+            mark.set()
+        elif isinstance(mark, StageWritten):
+            self._answer(mark)
+        else:
+            self._written(mark)
+
+    def _written(self, step: StageStep) -> None:
+        puts = self._writing.pop(step.number, [])
         digests = [put.digests for put in puts]
         errors = ["" if put.error is None else str(put.error) for put in puts]
         stage = self.config.pipeline_stage
@@ -331,7 +340,7 @@ class StageWorker:
             digests=[{} for _ in step.works],
             errors=[error] * chunks,
         )
-        self._writer.then(lambda: self._answer(written))
+        self._writer.mark(written)
 
 
 def _put(work: StageWork) -> BlockPut:
@@ -345,7 +354,6 @@ def _put(work: StageWork) -> BlockPut:
         decode_inbox=work.decode_inbox,
         reserve_tokens=work.reserve_tokens,
         slots=dict(work.slots),
-        is_owner=False,
     )
 
 

@@ -28,6 +28,8 @@ from backends.errors import WorkerUnavailable
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Samples
 from backends.workers.jobs import DecodeJob
+from backends.workers.kv_writer import JobEvent
+from backends.workers.lifecycle.events import EngineLeft, EngineRead, Ready
 from backends.workers.trtllm.driver import UNCLAIMED_S_MAX, TrtllmDriver
 from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
@@ -54,7 +56,6 @@ class EngineAnswer:
     held: list[list[int] | Outcome] = field(default_factory=list)  # tokens, last perhaps the end
     held_s: float = 0.0  # when the first of `held` came, by time.monotonic(); 0: none is held
     ended_s: float = 0.0  # it has left its worker; 0: not yet
-    pages: list[int] = field(default_factory=list)  # to be given back when it is over
 
     def tokens(self, token_ids: list[int]) -> None:
         self._take(token_ids)
@@ -121,10 +122,6 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         page = self.config.page_tokens
         return blocks_touched(kv_tokens // page * page, self._block_tokens)
 
-    @property
-    def is_drained(self) -> bool:
-        return not self._answers
-
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         worker = self._worker
         if not worker.jobs:
@@ -132,7 +129,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         self._let_go(now_s)
         self._look_at_held(now_s)
         running = sum(
-            answer.running is not None and not worker.has_left(answer.job)
+            answer.running is not None and not answer.job.has_left
             for answer in self._answers.values()
         )
         predicted_s = worker.estimate.step_s(running, worker.batching.context_tokens)
@@ -154,7 +151,8 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
             self._stage(answer)
         order = self._order(job)
         with self._worker.lock:
-            if self._worker.join_batch(job):
+            self._worker.post(job, Ready())
+            if not job.is_leaving:
                 answer.running = self.engine.generate(order, answer)
 
     def _stage(self, answer: EngineAnswer) -> None:
@@ -208,7 +206,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         self._worker.send_news()
 
     def ended(self, job: DecodeJob, outcome: Outcome) -> None:
-        if job.finish_reason or self._worker.has_left(job):
+        if job.finish_reason or job.has_left:
             return  # we saw its end before the engine did
         if outcome.error is not None:
             self.fail(job, outcome.error)
@@ -216,8 +214,8 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
             self.decoded(job, list(job.request.sampling.end_ids[:1]))
             if not job.finish_reason:
                 error = WorkerUnavailable("the engine stopped without an end id")
-                self._worker.end(job, error)
-        elif not job.is_stopped:
+                self._worker.fail(job, error)
+        elif not job.is_leaving:
             reason = f"the engine ended it after {len(job.output_ids)} tokens: "
             self.fail(job, WorkerUnavailable(reason + outcome.finish_reason))
 
@@ -232,7 +230,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         self._places.forget(job.pages)
         if (answer := self._answers.get(job)) is not None:
             self.engine.llm.post(answer.believe)
-        self._worker.writer.then(lambda: self._worker.release_handed_over(job))
+        self._worker.writer.mark(JobEvent(job, EngineRead()))
 
     def _look_at_held(self, now_s: float) -> None:
         """A request that the connector did not recognise loads nothing: the engine computes its
@@ -249,7 +247,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
 
     def fail(self, job: DecodeJob, error: Exception) -> None:
         self._failed(error)
-        self._worker.end(job, error)
+        self._worker.fail(job, error)
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
         with self._worker.lock:
@@ -279,47 +277,34 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
 
     # -- and leaves
 
-    def abort(self, job: DecodeJob) -> None:
+    def leave(self, job: DecodeJob) -> None:
         answer = self._answers.get(job)
         # Where only we know that a stop word ended it, it is still running.
         has_ended = job.finish_reason in ("length", "end_id")
         if answer is not None and answer.running is not None and not has_ended:
             answer.running.abort()
-
-    def free(
-        self, job: DecodeJob, pages: list[int], then: Callable[[], None] = lambda: None
-    ) -> None:
-        worker = self._worker
-        with worker.lock:
-            answer = self._answers.get(job)
-            if answer is not None and answer.is_staged:
-                answer.ended_s, answer.pages = time.monotonic(), pages
-                if job.finish_reason not in ENDS_WELL or worker.process.is_lost:
-                    job.filled.clear()
-                worker.lock.notify_all()
-                return
+        if answer is None or not answer.is_staged:
             self._answers.pop(job, None)
-        worker.forget(job)
-        worker.release(pages)
-        then()
+            self._worker.post(job, EngineLeft())
+            return
+        answer.ended_s = time.monotonic()
+        if job.finish_reason not in ENDS_WELL or self._worker.process.is_lost:
+            job.filled.clear()
 
     def _let_go(self, now_s: float) -> None:
         """Those whose blocks all came out, or that took too long; with the lock held."""
         over = [
-            answer
+            answer.job
             for answer in self._answers.values()
             if answer.ended_s
             and (not answer.job.filled or now_s - answer.ended_s > LAST_BLOCK_S_MAX)
         ]
-        for answer in over:
-            job = answer.job
+        for job in over:
             del self._answers[job]
             if self._staged_jobs.get(job.request_id) is job:
                 del self._staged_jobs[job.request_id]
-            self._worker.writer.then(lambda answer=answer: self._give_back(answer))  # type: ignore[misc]
 
-    def _give_back(self, answer: EngineAnswer) -> None:
-        job = answer.job
-        job.end_put()
-        release = functools.partial(self._worker.forget, job)
-        self._staged.give_back(job.request_id, answer.pages, release)
+            def left(is_certain: bool, job: DecodeJob = job) -> None:
+                self._worker.post(job, EngineLeft(is_certain))
+
+            self._staged.give_back(job.request_id, job.pages_left, left)

@@ -80,7 +80,7 @@ class TrtllmDriver(Driver[W, J]):
             worker_id, spec, config, folder, repository, self, self._on_stats
         )
         self._staged = StagedPages(
-            self.engine, worker.transfer_s_max, self._release, self._failed_for, self.broken
+            self.engine, worker.transfer_s_max, self._failed_for, self.broken
         )
 
     @property
@@ -156,9 +156,6 @@ class TrtllmDriver(Driver[W, J]):
         if self._regions is not None:
             self._regions.look()
 
-    def _release(self, pages: list[int]) -> None:
-        self._worker.release(pages)
-
 
 class StagedPages:
     """Pages whose places TensorRT-LLM's processes may copy from or to.
@@ -172,7 +169,6 @@ class StagedPages:
         self,
         engine: TrtllmEngine,
         timeout_s: float,
-        release: Callable[[list[int]], None],
         on_failed: Callable[[str], None],
         on_dead: Callable[[str], None],
     ) -> None:
@@ -180,7 +176,6 @@ class StagedPages:
         within `timeout_s`; `on_dead` when it did not answer when pages were to be given back."""
         self._engine = engine
         self._timeout_s = timeout_s
-        self._release = release
         self._on_failed = on_failed
         self._on_dead = on_dead
         self.lost_pages = 0
@@ -194,24 +189,21 @@ class StagedPages:
             self._on_failed(str(error))
             raise WorkerUnavailable(str(error)) from error
 
-    def give_back(
-        self, request_id: str, pages: list[int], then: Callable[[], None] = lambda: None
-    ) -> None:
-        """Unstage the request, also one whose staging failed; its pages are released after that,
-        and `then` is called."""
+    def give_back(self, request_id: str, pages: list[int], then: Callable[[bool], None]) -> None:
+        """Unstage the request, also one whose staging failed. `then` is called when no copy touches
+        its pages any more, with False when that will never be known."""
         try:
             unstaged = self._engine.host.unstage(request_id, UNSTAGE_S_MAX)
         except ChannelError as error:
             self._lose(request_id, pages, error)
+            then(False)
             return
 
         def over(future: Future[None]) -> None:
             error = future.exception()
-            if error is None:
-                self._release(pages)
-                then()
-            else:
+            if error is not None:
                 self._lose(request_id, pages, error)
+            then(error is None)
 
         unstaged.add_done_callback(over)
 

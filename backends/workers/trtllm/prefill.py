@@ -32,6 +32,7 @@ from backends.errors import WorkerUnavailable
 from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
+from backends.workers.lifecycle.events import Answerable, Computed, EngineLeft, Ready, Sampled
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.trtllm.driver import UNCLAIMED_S_MAX, TrtllmDriver
 from mooncake_store.block_keys import chain_seed, packed_tokens
@@ -116,7 +117,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         is_busy = any(
             prompt.running is not None and not prompt.ended_s
             for prompt in self._prompts.values()
-            if not self._worker.has_left(prompt.job)
+            if not prompt.job.has_left
         )
         # Of all that it has got together: of one alone it may say nothing.
         predicted_s = self._worker.estimate.seconds(self._tokens_ahead(), 0)
@@ -137,7 +138,8 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             order = self._order(job)
             worker = self._worker
             with worker.lock:
-                if worker.join_batch(job):
+                worker.post(job, Ready())
+                if not job.is_leaving:
                     prompt.started_tokens = job.cached_tokens
                     prompt.given_s = time.monotonic()
                     prompt.running = self.engine.generate(order, prompt)
@@ -223,7 +225,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
     def computed(self, prompt: StagedPrompt, token_id: int) -> None:
         now_s, worker, job = time.monotonic(), self._worker, prompt.job
         with worker.lock:
-            if worker.has_left(job) or prompt.token_id is not None:
+            if job.has_left or prompt.token_id is not None:
                 return
             if now_s - self._step_ended_s > SAME_STEP_S:
                 self._step_began_s = self._step_ended_s
@@ -241,7 +243,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
     def ended(self, prompt: StagedPrompt, outcome: Outcome) -> None:
         prompt.ended_s = time.monotonic()
         job = prompt.job
-        if self._worker.has_left(job):
+        if job.has_left:
             return
         if outcome.error is not None:
             self._failed(outcome.error)
@@ -250,7 +252,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         if outcome.finish_reason == "stop" and prompt.token_id is None:
             self.computed(prompt, job.request.sampling.end_ids[0])  # it keeps the end id itself
         elif prompt.token_id is None:
-            if not job.is_stopped:  # else it is dropped at the next turn
+            if not job.is_leaving:  # else it is dropped at the next turn
                 error = WorkerUnavailable(f"the engine ended a prompt: {outcome.finish_reason}")
                 self._failed(error)
                 self._worker.fail(job, error)
@@ -281,7 +283,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         worker, job = self._worker, prompt.job
         with worker.lock:
             token_id = prompt.token_id
-            if token_id is None or worker.has_left(job) or not prompt.is_known:
+            if token_id is None or job.has_left or not prompt.is_known:
                 return
             is_first, prompt.is_announced = not prompt.is_announced, True
             is_ready = prompt.has_native if self.is_native else not prompt.unsaved
@@ -289,12 +291,12 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             prompt.is_answered = prompt.is_answered or is_ready
             is_over = self.is_native and prompt.is_answered and not prompt.unsaved
         if is_first:
-            worker.send_first_token(job, token_id)
+            worker.post(job, Sampled(token_id))
         if is_answer:
             self._health.went_well()
-            (worker.answer_early if self.is_native else worker.answer)(job, token_id)
+            worker.post(job, Answerable() if self.is_native else Computed())
         if is_over:
-            worker.over(job)
+            worker.post(job, Computed())
 
     # -- prompts that nothing more is heard of
 
@@ -305,7 +307,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             limit_s = self._transfer_s_max if prompt.is_claimed else UNCLAIMED_S_MAX
             is_open = bool(prompt.unsaved) or not prompt.is_known
             is_late = prompt.ended_s and is_open and now_s - prompt.ended_s > limit_s
-            if is_late and not self._worker.has_left(prompt.job):
+            if is_late and not prompt.job.has_left:
                 late.append(prompt)
         return late
 
@@ -326,23 +328,19 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         with self._worker.lock:
             prompt.is_unmatched, prompt.unsaved = True, range(0)
             job.hands_over_blocks = False
-        self._worker.settle_behind(job, None)
+        self._worker.settle_behind(job, range(len(job.put.keys)))
         self._go_on(prompt)
 
     # -- and leaves
 
-    def abort(self, job: PrefillJob) -> None:
-        prompt = self._prompts.get(job)
-        if prompt is not None and prompt.running is not None:
-            prompt.running.abort()
+    def leave(self, job: PrefillJob) -> None:
+        def left(is_certain: bool = True) -> None:
+            self._worker.post(job, EngineLeft(is_certain))
 
-    def free(
-        self, job: PrefillJob, pages: list[int], then: Callable[[], None] = lambda: None
-    ) -> None:
-        with self._worker.lock:
-            prompt = self._prompts.pop(job, None)
+        prompt = self._prompts.pop(job, None)
         if prompt is None:  # it was never staged
-            self._worker.release(pages)
-            then()
-        else:  # behind what the writer still copies from these pages
-            self._worker.writer.then(lambda: self._staged.give_back(job.request_id, pages, then))
+            left()
+            return
+        if prompt.running is not None:
+            prompt.running.abort()
+        self._staged.give_back(job.request_id, job.pages_left, left)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from backends.engine.trtllm import staging_pool
 from backends.engine.trtllm.copier import HostCopier
 from backends.engine.trtllm.messages import ENVIRONMENT
 from backends.errors import KvMissing
-from tests.backends.workers.pair import WAIT_S, Pair, pairs, prompt
+from backends.workers import worker as worker_module
+from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs, prompt
 from tests.e2e.trtllm import expected
 
 BLOCK = 64
@@ -125,38 +127,74 @@ def test_what_finds_no_slot_goes_through_the_pool(
     assert not (pair.prefill.driver.engine.kv_pool == 0xEE).all()
 
 
-@pytest.mark.parametrize("cancel", ["prefill", "decode"])
-def test_leases_of_a_request_that_is_stopped_end_behind_its_copies(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, cancel: str
-) -> None:
+@dataclass
+class HeldCopy:
+    """A request is stopped while an engine copies its blocks out of slots."""
+
+    asked: Asked
+    worker: Any
+    go_on: threading.Event
+    leases: Any
+    leases_at_end: list[bool]  # whether the request had leases when its call ended
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def held(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[HeldCopy]:
     ids = prompt(2, 12 * BLOCK + 5)  # more than a MiB
     only_in_the_store(pair, ids, monkeypatch)
     begun, go_on = threading.Event(), threading.Event()
-    is_slow = {"prefill": 1, "decode": 2}[cancel]
+    is_slow = {"prefill": 1, "decode": 2}[request.param]
     loads: list[int] = []
     load = HostCopier.load_aside
 
-    def held(self: HostCopier, runs: Any, after: Any) -> None:
+    def slow(self: HostCopier, runs: Any, after: Any) -> None:
         loads.append(len(runs))
         if len(loads) == is_slow:
             begun.set()
             go_on.wait(WAIT_S)
         load(self, runs, after)
 
-    monkeypatch.setattr(HostCopier, "load_aside", held)
-    asked, leases = pair.ask(ids, max_tokens=4), pair.directory.directory._copies.leases
-    worker: Any = getattr(pair, cancel)
+    monkeypatch.setattr(HostCopier, "load_aside", slow)
+    asked, leases = Asked(pair, "r", ids, max_tokens=4), pair.directory.directory._copies.leases
+    at_end: list[bool] = []
+    end = asked._is_over.set
+    monkeypatch.setattr(asked._is_over, "set", lambda: (at_end.append("r" in leases), end()))
+    pair.submit(asked)
     try:
         assert begun.wait(WAIT_S)
-        pair.prefill.stop(asked.request_id)
-        pair.decode.stop(asked.request_id)
-        asked.wait_over()
-        assert asked.request_id in leases, "a copy may still read its slots"
+        for worker in (pair.prefill, pair.decode):
+            worker.stop(asked.request_id)
+        yield HeldCopy(asked, getattr(pair, request.param), go_on, leases, at_end)
     finally:
         go_on.set()
+
+
+def test_the_call_of_a_request_that_is_stopped_ends_behind_its_copies(
+    pair: Pair, held: HeldCopy
+) -> None:
+    """Its frontend then releases the leases, so that others may get the slots."""
+    with held.worker.lock:
+        assert held.worker.lock.wait_for(lambda: not held.worker.jobs, WAIT_S)
+    assert not held.leases_at_end, "a copy may still read its slots"
+    held.go_on.set()
+    held.asked.wait_over()
+    assert held.leases_at_end == [False]
     pair.wait_until_idle()
-    with worker.lock:
-        assert worker.lock.wait_for(lambda: asked.request_id not in leases, WAIT_S)
+    (node,) = pair.directory.stats().nodes
+    assert (node.writing_blocks, node.quarantined_units) == (0, 0), "unfilled slots rest"
+
+
+def test_a_call_does_not_wait_for_ever_for_copies_and_leases_do(
+    pair: Pair, held: HeldCopy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "COPIES_S_MAX", 0.2)
+    held.asked.wait_over()
+    assert held.leases_at_end == [True], "a copy may still read its slots"
+    held.go_on.set()
+    pair.wait_until_idle()
+    assert "r" not in held.leases
 
 
 def test_the_next_incarnation_of_the_node_takes_the_place_of_the_one_that_died(pair: Pair) -> None:

@@ -16,6 +16,8 @@ from backends.engine.trtllm.llm_thread import Outcome
 from backends.errors import WorkerUnavailable
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
+from backends.workers.lifecycle.events import Answerable, Computed, EngineLeft, Sampled
+from backends.workers.lifecycle.states import Phase, State
 from backends.workers.protocol import BlockRef
 from backends.workers.trtllm.decode import LAST_BLOCK_S_MAX, EngineAnswer, TrtllmDecode
 from backends.workers.trtllm.prefill import StagedPrompt, TrtllmPrefill
@@ -60,15 +62,11 @@ class Prefill:
             lock=threading.Condition(),
             jobs=self.jobs,
             is_closing=False,
-            has_left=lambda job: self.jobs.get("a") is not job,
             settle_behind=lambda job, blocks: None,
             writer=SimpleNamespace(
                 put_whole=lambda put, blocks, is_handover: said.append(list(blocks))
             ),
-            send_first_token=lambda job, token: said.append(f"first of {job.cached_tokens}"),
-            answer=lambda job, token: said.append("answer"),
-            answer_early=lambda job, token: said.append("answer"),
-            over=lambda job: said.append("over"),
+            post=lambda job, event: said.append(self.words_of(event)),
             fail=lambda job, error: said.append(error),
             batching=SimpleNamespace(computed=lambda chunks: None),
             process=SimpleNamespace(watch=SimpleNamespace(progressed=lambda now_s: None)),
@@ -76,6 +74,17 @@ class Prefill:
         self.driver = driver
         self.prompt = StagedPrompt(driver, self.job, TOKENS, range(3))
         driver._prompts = {self.job: self.prompt}
+
+    def words_of(self, event: Any) -> str:
+        match event:
+            case Sampled():
+                return f"first of {self.job.cached_tokens}"
+            case Computed():
+                return "over" if self.driver.is_native else "answer"
+            case EngineLeft():
+                return "left" if event.is_certain else "lost"
+            case _:
+                return "answer" if isinstance(event, Answerable) else repr(event)
 
     def hear(self, word: str) -> None:
         match word.split():
@@ -119,6 +128,7 @@ def test_each_thing_is_said_once_and_not_before_it_is_true(
 def test_nothing_is_said_of_a_prompt_that_has_left(order: tuple[str, ...]) -> None:
     heard = Prefill("store")
     heard.jobs.clear()
+    heard.job.state = State(Phase.QUITTING)
     for word in order:
         heard.hear(word)
     assert heard.said == []
@@ -138,7 +148,7 @@ def test_a_prompt_that_the_engine_ends_without_a_token_fails_unless_it_was_stopp
     reason, error = heard.said
     assert isinstance(error, WorkerUnavailable) and "cancelled" in reason
     stopped = Prefill("store")
-    stopped.job.is_stopped = True
+    stopped.job.state = State(Phase.LEAVING)
     stopped.prompt.ended(Outcome("cancelled"))
     assert stopped.said == []
 
@@ -164,8 +174,7 @@ class Ended:
         self.request_id = "a"
         self.filled, self.saved_blocks = [1, 2], 1
         self.finish_reason = "length"
-
-    def end_put(self) -> None: ...
+        self.pages_left = [4]
 
 
 class Decode:
@@ -178,14 +187,12 @@ class Decode:
         driver: Any = object.__new__(TrtllmDecode)
         driver._block_tokens = BLOCK
         driver._staged = SimpleNamespace(
-            give_back=lambda name, pages, then: (said.append(pages), then())
+            give_back=lambda name, pages, then: (said.append(pages), then(True))
         )
         driver._worker = SimpleNamespace(
             lock=threading.Condition(),
             put_saved=self._put_saved,
-            forget=lambda job: said.append("forgotten"),
-            release=said.append,
-            writer=SimpleNamespace(then=lambda action: action()),
+            post=lambda job, event: said.append(event),
             process=SimpleNamespace(is_lost=False),
         )
         self.driver = driver
@@ -201,58 +208,58 @@ class Decode:
 
 def test_pages_wait_for_the_last_block_that_comes_out_of_them() -> None:
     decode = Decode()
-    decode.driver.free(decode.job, [4, 5, 6])
+    decode.job.pages_left = [4, 5, 6]
+    decode.driver.leave(decode.job)
     decode.driver._let_go(decode.answer.ended_s)
-    assert decode.said == [] and not decode.driver.is_drained
+    assert decode.said == [] and decode.driver._answers
     decode.driver.saved("a", 2 * BLOCK)
     decode.driver._let_go(decode.answer.ended_s)
     assert decode.said == [1]
     decode.driver.saved("a", 3 * BLOCK)
     decode.driver._let_go(decode.answer.ended_s)
-    assert decode.said == [1, 2, [4, 5, 6], "forgotten"] and decode.driver.is_drained
+    assert decode.said == [1, 2, [4, 5, 6], EngineLeft()] and not decode.driver._answers
     decode.driver.saved("a", 4 * BLOCK)
     decode.driver._let_go(1e9)
-    assert decode.said[-1] == "forgotten" and len(decode.said) == 4, "once"
+    assert decode.said[-1] == EngineLeft() and len(decode.said) == 4, "once"
 
 
 def test_blocks_that_do_not_come_hold_pages_for_a_moment_only() -> None:
     decode = Decode()
-    decode.driver.free(decode.job, [4])
+    decode.driver.leave(decode.job)
     decode.driver._let_go(decode.answer.ended_s + LAST_BLOCK_S_MAX + 0.1)
-    assert decode.said == [[4], "forgotten"]
+    assert decode.said == [[4], EngineLeft()]
 
 
 @pytest.mark.parametrize("finish_reason", ["cancelled", ""])
 def test_a_request_that_did_not_end_well_waits_for_no_block(finish_reason: str) -> None:
     decode = Decode()
     decode.job.finish_reason = finish_reason
-    decode.driver.free(decode.job, [4])
+    decode.driver.leave(decode.job)
     decode.driver._let_go(decode.answer.ended_s)
-    assert decode.said == [[4], "forgotten"]
+    assert decode.said == [[4], EngineLeft()]
 
 
 def test_pages_that_no_connector_knows_are_released_at_once() -> None:
     decode = Decode()
     decode.answer.is_staged = False
-    decode.driver.free(decode.job, [4])
-    assert decode.said == ["forgotten", [4]] and decode.driver.is_drained
+    decode.driver.leave(decode.job)
+    assert decode.said == [EngineLeft()] and not decode.driver._answers
 
 
-def test_pages_of_a_staged_prompt_go_back_by_the_connector_and_behind_the_writer() -> None:
-    heard = Prefill("store")
+@pytest.mark.parametrize("is_certain", [True, False])
+def test_a_staged_prompt_has_left_the_engine_with_the_connector_s_word(is_certain: bool) -> None:
+    heard, asked = Prefill("store"), list[Any]()
     heard.driver._staged = SimpleNamespace(
-        give_back=lambda name, pages, then: heard.said.append(pages)
+        give_back=lambda name, pages, then: asked.append((pages, then))
     )
-    heard.driver._worker.release = lambda pages: heard.said.append(f"released {pages}")
-    line: list[Any] = []
-    heard.driver._worker.writer.then = line.append
-    heard.driver.free(heard.job, [4, 5])
-    assert heard.said == [], "the writer may still copy from them"
-    for action in line:
-        action()
-    assert heard.said == [[4, 5]]
-    heard.driver.free(heard.job, [6])  # as one that was never staged
-    assert heard.said[-1] == "released [6]"
+    heard.job.pages_left = [4, 5]
+    heard.driver.leave(heard.job)
+    ((pages, then),) = asked
+    assert (heard.said, pages) == ([], [4, 5]), "ranks may still copy"
+    then(is_certain)
+    assert heard.said == ["left" if is_certain else "lost"]
+    heard.driver.leave(heard.job)  # as one that was never staged
+    assert heard.said[1:] == ["left"] and len(asked) == 1
 
 
 @pytest.mark.parametrize("finish_reason", ["", "cancelled", "stop_word", "length", "end_id"])
@@ -260,5 +267,5 @@ def test_the_engine_hears_of_an_end_that_only_we_know(finish_reason: str) -> Non
     decode, aborted = Decode(), []
     decode.answer.running = SimpleNamespace(abort=lambda: aborted.append(0))  # type: ignore[assignment]
     decode.job.finish_reason = finish_reason
-    decode.driver.abort(decode.job)
+    decode.driver.leave(decode.job)
     assert bool(aborted) == (finish_reason not in ("length", "end_id"))

@@ -57,7 +57,7 @@ def test_equal_prompts_are_submitted_in_the_order_of_their_stages() -> None:
     driver._worker = SimpleNamespace(
         process=SimpleNamespace(fingerprint="print"),
         lock=threading.Condition(),
-        join_batch=lambda job: True,
+        post=lambda job, event: None,
     )
     driver._order = lambda job: job
     first = threading.Thread(target=driver.start, args=[job_of("a")])

@@ -14,6 +14,7 @@ from backends.engine.trtllm.llm_thread import Outcome
 from backends.errors import WorkerUnavailable
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
+from backends.workers.lifecycle.events import Computed, Sampled
 from backends.workers.protocol import BlockRef
 from backends.workers.trtllm.decode import EngineAnswer, TrtllmDecode
 from backends.workers.trtllm.driver import UNCLAIMED_S_MAX
@@ -52,15 +53,20 @@ class Heard:
         self.driver._worker = SimpleNamespace(
             lock=threading.Condition(),
             jobs={"a": job},
-            has_left=lambda job: False,
             settle_behind=lambda job, blocks: said.append("others may look again"),
-            send_first_token=lambda job, token: said.append(("first", token, job.cached_tokens)),
-            answer=lambda job, token: said.append((token, job.reply("me", 8).blocks)),
+            post=self.post,
             batching=SimpleNamespace(computed=lambda chunks: None),
             process=SimpleNamespace(watch=SimpleNamespace(progressed=lambda now_s: None)),
         )
         self.prompt = StagedPrompt(self.driver, job, 40, range(1, 3))
         self.driver._prompts = {job: self.prompt}
+
+    def post(self, job: PrefillJob, event: Any) -> None:
+        if isinstance(event, Sampled):
+            self.said.append(("first", event.token_id, job.cached_tokens))
+        else:
+            assert isinstance(event, Computed)
+            self.said.append(job.reply("me", 8).blocks)
 
 
 def test_a_prompt_that_was_not_recognised_is_answered_without_blocks() -> None:
@@ -70,7 +76,7 @@ def test_a_prompt_that_was_not_recognised_is_answered_without_blocks() -> None:
     assert driver._late(1.0 + UNCLAIMED_S_MAX / 2) == []
     assert driver._late(1.0 + UNCLAIMED_S_MAX * 2) == [prompt]
     driver._give_up([prompt])
-    assert heard.said == ["others may look again", ("first", 7, 0), "well", (7, [])]
+    assert heard.said == ["others may look again", ("first", 7, 0), "well", []]
     assert driver._late(1e9) == [], "once"
 
 
@@ -83,7 +89,7 @@ def test_what_was_cached_is_known_before_anything_is_said() -> None:
     heard.driver.claimed("a", 8, 24)
     assert heard.said == [], "nobody said that what was loaded is what was verified"
     heard.driver.loaded("a")
-    assert heard.said == [("first", 7, 32), "well", (7, [REF])]
+    assert heard.said == [("first", 7, 32), "well", [REF]]
     heard.driver.claimed("a", 0, 0)
     assert heard.job.cached_tokens == 32, "it was said"
     assert len(heard.said) == 3, "each once"
@@ -135,17 +141,17 @@ class Streamed:
             pages=[0, 1],
             finish_reason="",
             output_ids=[],
-            is_stopped=False,
+            is_leaving=False,
+            has_left=False,
             tokens_given=30,
         )
         driver._worker = SimpleNamespace(
             lock=threading.Condition(),
-            has_left=lambda job: False,
             is_closing=False,
             decoded=lambda tokens_of: said.extend(ids for _, ids in tokens_of),
             send_news=lambda: None,
-            end=lambda job, error: said.append(error),
-            writer=SimpleNamespace(then=lambda act: None),
+            fail=lambda job, error: said.append(error),
+            writer=SimpleNamespace(mark=lambda mark: None),
             process=SimpleNamespace(
                 watch=SimpleNamespace(progressed=lambda now_s: None),
                 observations=SimpleNamespace(observe=lambda *_, **__: None),

@@ -199,8 +199,7 @@ class Pair:
         for worker in self._workers:
             with worker.lock:
                 assert worker.lock.wait_for(
-                    lambda w=worker: not w.jobs and not w._pages.used_pages and w.driver.is_drained,
-                    WAIT_S,
+                    lambda w=worker: not w.open_jobs and not w._pages.used_pages, WAIT_S
                 ), f"{worker.process.worker_id} is not idle"
             worker.check()
 

@@ -149,6 +149,7 @@ def test_whatever_goes_wrong_in_the_writer_ends_the_put(
     writer.blocks_done(put, [0])
     while not writer.is_idle:
         writer.step()
+    store.release("r")  # as its worker does when the job leaves
     assert store.commits == 0 and not store._writing
 
 

@@ -61,7 +61,7 @@ class Worker:
     def settle(self) -> None:
         """Until the writer has done all that it was given."""
         done = threading.Event()
-        self.writer.then(done.set)
+        self.writer._tasks.put(done.set)
         assert done.wait(DEADLINE_S)
 
 
@@ -95,7 +95,6 @@ def begin(group: list[Worker], keys: list[bytes]) -> list[BlockPut]:
         decode_inbox="decode",
         slots=dict(put.slots),
         slot_keys=dict(put.slot_keys),
-        is_owner=False,
     )
     return [put, other]
 

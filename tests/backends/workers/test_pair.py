@@ -97,7 +97,7 @@ def test_a_decode_worker_that_is_quicker_than_the_saving_of_the_prompt_costs_no_
 
     def commit_late(*arguments: Any) -> None:
         asked.wait_over()
-        pair.decode.writer.then(has_left.set)  # behind what it gives up
+        pair.decode.writer._tasks.put(has_left.set)  # behind what it gives up
         assert has_left.wait(WAIT_S)
         commit(*arguments)
         committed.append(arguments)
@@ -171,7 +171,7 @@ def test_pages_that_are_on_their_way_back_are_no_load(pair: Pair, kind: str) -> 
         assert goes_on.wait(WAIT_S)
 
     decode = pair.decode
-    decode.writer.then(hold)
+    decode.writer._tasks.put(hold)
     assert at_work.wait(WAIT_S)
     pair.ask(prompt(9, 100), max_tokens=50).wait()
     assert decode.report().running == 0 and decode.report().pages_used == 0

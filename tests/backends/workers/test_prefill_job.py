@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,9 +114,10 @@ def test_what_is_wrong_with_a_request_is_told_to_its_client_and_not_logged(
         raise InvalidRequest("this TensorRT-LLM does not support min_p")
 
     worker: Any = object.__new__(PrefillWorker)
-    worker.lock, worker.driver = threading.Condition(), SimpleNamespace(start=refuses)
+    worker.driver = SimpleNamespace(start=refuses)
     prompt = job(100, 0, 0)
-    worker.jobs = {prompt.request_id: prompt}
-    worker._load(prompt, lambda loaded: True)
-    assert str(prompt.error) == "this TensorRT-LLM does not support min_p"
+    events: list[Any] = []
+    worker.post = lambda job, event: events.append(event)
+    worker._start(prompt)
+    assert str(events[0].error) == "this TensorRT-LLM does not support min_p"
     assert not caplog.records

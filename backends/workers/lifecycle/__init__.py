@@ -1,0 +1,1 @@
+"""The life of a job at a worker: pure state machines."""
