@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from backends.engine.trtllm.messages import Stage
+from backends.engine.connected.messages import Stage
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.trtllm.prefill import TrtllmPrefill

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.channel import ConnectorHost
+from backends.engine.connected import messages as m
+from backends.engine.connected.channel import ConnectorHost
 from mooncake_store.block_keys import chain_seed
 from mooncake_store.layout import blocks_touched
 from tests.backends.engine.trtllm.listening import WAIT_S, Heard

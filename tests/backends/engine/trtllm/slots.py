@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.engine.trtllm.block_pages import SlotUse, place_of
-from backends.engine.trtllm.channel import ConnectorHost
+from backends.engine.connected.block_pages import SlotUse, place_of
+from backends.engine.connected.channel import ConnectorHost
 from mooncake_store.layout import HEADER_BYTES
 from mooncake_store.memory.segment import Segment
 from tests.backends.engine.trtllm.listening import WAIT_S

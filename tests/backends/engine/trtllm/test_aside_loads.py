@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm import rank_copies
+from backends.engine.connected import messages as m
+from backends.engine.connected import rank_copies
+from backends.engine.connected.copier import HostCopier
 from backends.engine.trtllm.connector import aside_pages_min
-from backends.engine.trtllm.copier import HostCopier
 from tests.backends.engine.trtllm.connected import Connected
 from tests.backends.engine.trtllm.listening import WAIT_S
 from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.channel import (
+from backends.engine.connected import messages as m
+from backends.engine.connected.channel import (
     SCHEDULER,
     ChannelError,
     ConnectorHost,

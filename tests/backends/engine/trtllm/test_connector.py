@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from backends.engine.trtllm.channel import ChannelError
+from backends.engine.connected.channel import ChannelError
 from tests.backends.engine.trtllm.connected import Connected
 from tests.backends.engine.trtllm.listening import Heard
 
@@ -242,7 +242,7 @@ def test_equal_prompts_each_have_their_own_stage(make: Make) -> None:
 
 
 def test_a_stage_whose_keys_are_not_those_of_its_tokens_is_refused(make: Make) -> None:
-    from backends.engine.trtllm import messages as m
+    from backends.engine.connected import messages as m
 
     engine, prompt = make(), prompt_of(40)
     good = m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2], 0)

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm.block_pages import BlockPages, Move, Orders
-from backends.engine.trtllm.rank_copies import RankCopies
-from backends.engine.trtllm.scheduler import StageScheduler
+from backends.engine.connected.block_pages import BlockPages, Move, Orders
+from backends.engine.connected.rank_copies import RankCopies
+from backends.engine.trtllm.scheduler import TrtllmScheduler
 from tests.backends.engine.trtllm.listening import WAIT_S
 from tests.backends.engine.trtllm.test_connector import Make, expected, prompt_of
 from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
@@ -34,7 +34,7 @@ def test_what_rank_0_raises_is_raised_on_all_ranks_and_said_to_the_worker(
     pages = engine.stage("a", PROMPT)
     engine.submit(1, PROMPT, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(StageScheduler, method, fails)
+        patch.setattr(TrtllmScheduler, method, fails)
         if method == "finished":
             engine.executor.run_until_idle()  # nothing to raise in: the worker ends it
         else:

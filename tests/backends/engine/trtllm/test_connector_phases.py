@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.copier import HostCopier
-from backends.engine.trtllm.scheduler import StageScheduler
+from backends.engine.connected import messages as m
+from backends.engine.connected.copier import HostCopier
+from backends.engine.trtllm.scheduler import TrtllmScheduler
 from tests.backends.engine.trtllm.connected import Connected
 from tests.backends.engine.trtllm.listening import WAIT_S
 from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of
@@ -156,7 +156,7 @@ def test_pages_that_are_taken_away_without_a_word_are_saved_before_they_are_writ
 
 
 def test_a_request_that_is_missing_in_a_step_is_waited_for_once() -> None:
-    scheduler = StageScheduler(16, 4, lambda message: None)
+    scheduler = TrtllmScheduler(16, 4, lambda message: None)
     prompt = prompt_of(64)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 0))
     scheduler.match(Asked(prompt), 0)
@@ -241,7 +241,7 @@ class Computed:
 
 def test_a_promised_load_is_ordered_even_if_the_stage_was_taken_back() -> None:
     sent: list[m.ToWorker] = []
-    scheduler = StageScheduler(16, 4, sent.append)
+    scheduler = TrtllmScheduler(16, 4, sent.append)
     prompt = prompt_of(40)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2], 32))
     assert scheduler.match(Asked(prompt), 0) == 32
@@ -258,7 +258,7 @@ def test_a_promised_load_is_ordered_even_if_the_stage_was_taken_back() -> None:
 
 def test_a_position_with_or_without_the_loaded_tokens_means_the_same() -> None:
     for position in (0, 32):
-        scheduler = StageScheduler(16, 4, lambda message: None)
+        scheduler = TrtllmScheduler(16, 4, lambda message: None)
         prompt = prompt_of(64)
         scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 32))
         assert scheduler.match(Asked(prompt), 0) == 32
@@ -269,7 +269,7 @@ def test_a_position_with_or_without_the_loaded_tokens_means_the_same() -> None:
 
 
 def test_a_prompt_that_goes_backwards_is_an_error() -> None:
-    scheduler = StageScheduler(16, 4, lambda message: None)
+    scheduler = TrtllmScheduler(16, 4, lambda message: None)
     prompt = prompt_of(64)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 0))
     scheduler.match(Asked(prompt), 0)
@@ -279,7 +279,7 @@ def test_a_prompt_that_goes_backwards_is_an_error() -> None:
 
 
 def test_pages_that_come_in_parts_are_an_error() -> None:
-    scheduler = StageScheduler(16, 4, lambda message: None)
+    scheduler = TrtllmScheduler(16, 4, lambda message: None)
     prompt = prompt_of(64)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 32))
     scheduler.match(Asked(prompt), 0)
@@ -304,7 +304,7 @@ def test_a_step_without_metadata_of_its_own_copies_nothing(make: Make) -> None:
 
 def test_a_salt_that_only_shows_as_a_number_is_recognised() -> None:
     for salt_id, matched in ((lambda salt: len(salt), 32), (None, 0)):
-        scheduler = StageScheduler(16, 4, lambda message: None, salt_id)
+        scheduler = TrtllmScheduler(16, 4, lambda message: None, salt_id)
         prompt = prompt_of(40)
         scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "tenant", [0, 1, 2], 32))
         for number in (7, 0, None):
@@ -319,7 +319,7 @@ def test_a_salt_that_only_shows_as_a_number_is_recognised() -> None:
     "attribute", ["lora_task_id", "multimodal_hashes", "cache_salt_id", "cache_salt"]
 )
 def test_requests_whose_kv_depends_on_more_than_tokens_match_nothing(attribute: str) -> None:
-    scheduler = StageScheduler(16, 4, lambda message: None)
+    scheduler = TrtllmScheduler(16, 4, lambda message: None)
     prompt = prompt_of(40)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2], 32))
     request = Asked(prompt)
@@ -389,7 +389,7 @@ def test_five_hundred_requests_leave_nothing_behind(make: Make) -> None:
 
 
 def test_a_pool_file_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
-    from backends.engine.trtllm.copier import map_pool
+    from backends.engine.connected.host_memory import map_pool
 
     with pytest.raises(FileNotFoundError):
         map_pool(str(tmp_path / "none"), 4096)

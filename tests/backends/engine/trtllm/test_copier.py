@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engine.trtllm.block_pages import BlockPages, Move, SlotUse, place_of, size_problems
-from backends.engine.trtllm.copier import (
+from backends.engine.connected.block_pages import BlockPages, Move, SlotUse, place_of
+from backends.engine.connected.copier import (
     Copier,
     CopyAttributes,
     CudaCopier,
@@ -31,8 +31,9 @@ from backends.engine.trtllm.copier import (
     HostCopier,
     RegionRefused,
     make_copier,
-    map_pool,
 )
+from backends.engine.connected.host_memory import map_pool
+from backends.engine.trtllm.connector import size_problems
 from tests.backends.engine.trtllm.conftest import FAKES, forget_modules
 from tests.backends.engine.trtllm.listening import WAIT_S
 

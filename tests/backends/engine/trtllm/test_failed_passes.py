@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm import rank_copies
-from backends.engine.trtllm.block_pages import BlockPages, Move, Orders
-from backends.engine.trtllm.rank_copies import RankCopies
+from backends.engine.connected import messages as m
+from backends.engine.connected import rank_copies
+from backends.engine.connected.block_pages import BlockPages, Move, Orders
+from backends.engine.connected.rank_copies import RankCopies
 from tests.backends.engine.trtllm.connected import Connected
 from tests.backends.engine.trtllm.listening import WAIT_S
 from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of

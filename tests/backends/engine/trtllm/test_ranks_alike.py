@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import BlockPages, Move, size_problems
-from backends.engine.trtllm.connector import aside_pages_min
+from backends.engine.connected import messages as m
+from backends.engine.connected.block_pages import BlockPages, Move
+from backends.engine.trtllm.connector import aside_pages_min, size_problems
 from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of
 from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
 

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm import rank_copies
-from backends.engine.trtllm.channel import ChannelError
-from backends.engine.trtllm.copier import HostCopier
-from backends.engine.trtllm.scheduler import StageScheduler
+from backends.engine.connected import messages as m
+from backends.engine.connected import rank_copies
+from backends.engine.connected.channel import ChannelError
+from backends.engine.connected.copier import HostCopier
+from backends.engine.trtllm.scheduler import TrtllmScheduler
 from mooncake_store.block_keys import chain_seed
 from mooncake_store.memory.segment import Segment
 from tests.backends.engine.trtllm.connected import Connected
@@ -156,7 +156,7 @@ def test_nothing_is_saved_behind_what_its_worker_will_complete() -> None:
     """One token more may fill a page of a block that is complete by then."""
     prompt = prompt_of(95)
     stage = m.Stage.of("a", prompt, 32, chain_seed("print"), "", [0, 4096, 8192], 0)
-    scheduler = StageScheduler(32, 16, lambda message: None)
+    scheduler = TrtllmScheduler(32, 16, lambda message: None)
     assert not scheduler.add_checked(msgspec.structs.replace(stage, saved_tokens_max=80))
     request = SimpleNamespace(request_id=1, get_tokens=lambda beam: prompt, cache_salt=None)
     assert scheduler.match(request, 0) == 0

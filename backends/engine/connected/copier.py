@@ -1,106 +1,43 @@
-"""Moves bytes between TensorRT-LLM's pages and the host memory where store blocks lie.
+"""Copies between the engine's pages and host memory.
 
-`HostCopier` serves KV in host memory (tests, and the stand-in for TensorRT-LLM). `CudaCopier` makes
-the same calls asynchronous, without holding up the forward pass. Streams and events are those of
-torch, or anything with their methods.
+`HostCopier` copies pages in host memory: those of tests and of engines on CPUs. `CudaCopier` does
+the same on a GPU, beside the forward pass. Loads and saves have streams of their own, which events
+tie to the forward pass:
 
-On a GPU the host memory is page-locked, so the GPU's copy engines read and write it themselves: the
-staging pool, and the segment of the worker's storage node, where blocks are copied straight from
-and to their slots. Loads and saves each have a stream of their own, tied to the forward pass by
-events:
+    load:        forward stream -event-> load stream: copies -event-> forward stream continues
+    load aside:  forward stream -event-> aside stream: copies -> a thread waits
+    save:        forward stream -event-> save stream: copies -> a thread waits
 
-    load:  forward stream ──event──▶ load stream: copies ──event──▶ forward stream goes on
-    load aside:   as a save, the other way: the forward stream does not wait for it
-    save:  forward stream ──event──▶ save stream: copies ──event──▶ the thread that waits here
+A load waits for the work that the forward stream already has: its pages may just have been freed
+by a request whose last step still runs. Host memory is page-locked, so the GPU's copy engines read
+and write it, and no multiprocessor is taken from the forward pass. The CUDA driver is called
+through ctypes: one call for an order where the driver has cuMemcpyBatchAsync (CUDA 12.8 and later),
+else a call for each run. A call of torch may cost more than the copy of a page (not measured).
 
-A load waits for what the forward stream still has to do, because the pages that it fills may just
-have been taken from a request whose last step is under way. Copies are issued through the CUDA
-driver (ctypes), all of one order in one call where the driver has it (cuMemcpyBatchAsync, CUDA 12.8
-and later), else one by one: a page takes microseconds on the bus, so a call that costs as much as
-one of torch may be the limit (an estimate; nobody has measured it). They are plain copies, not
-kernels: no multiprocessor is taken from the forward pass.
-
-Not here: which copies (rank_copies.py), what a place is (block_pages.py). torch is imported late: a
-process without CUDA needs none.
+torch is imported late, because a process without CUDA does not need it.
+Not here: which pages are copied (rank_copies.py), what a place is (block_pages.py).
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backends.engine.trtllm.block_pages import (
-    POOL,
-    REGION_SHIFT,
-    REGIONS_MAX,
-    PageRun,
-    SlotUse,
-    offset_of,
-    region_of,
-)
+from backends.engine.connected.block_pages import POOL, REGION_SHIFT, REGIONS_MAX, PageRun
+from backends.engine.connected.host_memory import Bytes, HostMemory
 
 log = logging.getLogger(__name__)
 HOST_REGISTER_PORTABLE = 1
-ISSUED_MAX = 512  # copies in flight; where the driver's queue is full was guessed, not measured
-
-
-Bytes = NDArray[np.uint8]
+ISSUED_MAX = 512  # copies in flight; a guess, the capacity of the driver's queue is unknown
 
 
 class RegionRefused(Exception):
-    """This memory cannot be copied from and to at the bus's speed."""
-
-
-def map_pool(path: str, block_bytes: int) -> Bytes:
-    """The worker's staging pool, [pages, block_bytes] in one piece."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        size_bytes = os.fstat(file).st_size
-        if not size_bytes or size_bytes % block_bytes:
-            raise ValueError(
-                f"the staging pool {path} has {size_bytes} bytes, which are no whole pages of "
-                f"{block_bytes}"
-            )
-        return np.frombuffer(mmap.mmap(file, size_bytes), dtype=np.uint8)
-    finally:
-        os.close(file)
-
-
-class HostMemory:
-    """The regions that a rank has mapped: the staging pool, a file that only its worker maps beside
-    it, and segments of the worker's storage node, whose slots others fill and read too. What a rank
-    may read or write there is what its worker leases. A mapping goes with the last view of it.
-    """
-
-    def __init__(self, pool: Bytes) -> None:
-        self._regions = {POOL: pool}
-
-    def add(self, region: int, memory: Bytes) -> None:
-        assert region not in self._regions, f"region {region} is there already"
-        self._regions[region] = memory
-
-    def remove(self, region: int) -> None:
-        del self._regions[region]
-
-    def __contains__(self, region: int) -> bool:
-        return region in self._regions
-
-    def view(self, place: int, size_bytes: int) -> Bytes:
-        offset = offset_of(place)
-        return self._regions[region_of(place)][offset : offset + size_bytes]
-
-    def is_still(self, use: SlotUse) -> bool:
-        """Does that slot hold the block that was verified there? See SlotUse."""
-        raw = self.view(use.place, use.length_bytes).tobytes()
-        header, others = raw[: len(use.first)], raw[use.zeros_from :]
-        return header == use.first and not any(others)
+    """Copies from and to this memory would be slow."""
 
 
 class Event(Protocol):
@@ -108,47 +45,43 @@ class Event(Protocol):
 
 
 class Copier(Protocol):
-    """One rank's. `load` and `record` come from the executor's thread, the others from another."""
+    """The copies of one rank. The engine's thread calls `load` and `record`, another the rest."""
 
     memory: HostMemory
 
     def add(self, region: int, memory: Bytes) -> None:
-        """A further region of host memory. RegionRefused: copies there would be slow."""
+        """Map a further region of host memory. Raises RegionRefused."""
         ...
 
     def remove(self, region: int) -> None:
-        """No copy touches it any more."""
+        """Unmap a region. No copy uses it."""
         ...
 
     def load(self, runs: Sequence[PageRun], stream: Any) -> Event | None:
-        """Host -> pages, after what `stream` has to do so far and before what it gets next.
+        """Host to pages, after the present work of `stream` and before its next work.
 
-        The event is reached when the host is not read any more; None: already.
+        The event is reached when the copy has read the host memory; None: it already has.
         """
         ...
 
     def load_aside(self, runs: Sequence[PageRun], after: Event | None) -> None:
-        """Host -> pages, once `after` is reached; returns when the bytes are there."""
+        """Wait for `after`, then copy host to pages. Returns after the copy."""
         ...
 
     def record(self, stream: Any) -> Event | None:
-        """Reached when `stream` has done what it has to do so far; None: already."""
+        """Reached when `stream` has done its present work; None: it already has."""
         ...
 
     def save(self, runs: Sequence[PageRun], after: Event | None) -> None:
-        """Pages -> host, once `after` is reached; returns when the bytes are there."""
+        """Wait for `after`, then copy pages to host. Returns after the copy."""
         ...
 
     def close(self) -> None: ...
 
 
 def make_copier(kv: Any, pool: Bytes) -> Copier:
-    """For a torch tensor wherever it lies."""
-    if kv.is_cuda:
-        from backends.engine.trtllm.copier import CudaCopier
-
-        return CudaCopier(kv, pool)
-    return HostCopier(kv, pool)
+    """`kv`: the engine's pages, a contiguous torch tensor on a CPU or a GPU."""
+    return CudaCopier(kv, pool) if kv.is_cuda else HostCopier(kv, pool)
 
 
 class HostCopier:
@@ -184,14 +117,14 @@ class HostCopier:
             self.memory.view(place, size_bytes)[:] = self._pages[pages_at : pages_at + size_bytes]
 
     def close(self) -> None:
-        del self._pages, self.memory  # a mapping goes with its last view
+        del self._pages, self.memory  # unmaps the regions
 
 
 Addresses = NDArray[np.uint64]
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes, for all copies of a batch; the hints are for memory that CUDA manages."""
+    """CUmemcpyAttributes of all copies of a batch. The hints concern managed memory only."""
 
     _fields_ = [
         ("source_access_order", ctypes.c_int),
@@ -210,10 +143,10 @@ def cuda_library(kind: Callable[[str], Any]) -> Any:
 
 
 class CudaDriver:
-    """The calls of libcuda that are needed; addresses are unified, so they copy either way."""
+    """Copies by libcuda. Addresses are unified, so the same call copies in both directions."""
 
     def __init__(self) -> None:
-        # PyDLL keeps the GIL: given up for so short a call, it costs a switch interval to get back.
+        # PyDLL keeps the GIL. A short call that gives it up waits a switch interval to get it back.
         self._quick = _copy_function(cuda_library(ctypes.PyDLL))
         patient = cuda_library(ctypes.CDLL)
         self._patient = _copy_function(patient)
@@ -222,14 +155,14 @@ class CudaDriver:
     def copy_all(
         self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, issued: int = 0
     ) -> None:
-        """`issued` copies may be in flight already: beyond some, single calls wait for them."""
-        batch = self._batch  # of any thread: another one may find that it fails
+        """`issued` copies may be in flight already. Beyond ISSUED_MAX a single call may block."""
+        batch = self._batch  # another thread may reset it
         if batch is not None and len(sizes) > 1:
             error = self._issue_batch(batch, targets, sources, sizes, stream)
             if not error:
                 return
             log.warning("cuMemcpyBatchAsync failed with CUDA error %d: copies one by one", error)
-            self._batch = None  # copying what it may have begun once more does no harm
+            self._batch = None  # a copy that the batch has begun may safely run twice
         copies = zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
         for number, (target, source, size_bytes) in enumerate(copies, issued):
             call = self._quick if number < ISSUED_MAX else self._patient
@@ -241,29 +174,19 @@ class CudaDriver:
     ) -> int:
         attributes = CopyAttributes(IN_STREAM_ORDER, flags=BESIDE_COMPUTE)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        return int(
-            batch(
-                targets.ctypes.data,
-                sources.ctypes.data,
-                sizes.ctypes.data,
-                len(sizes),
-                ctypes.byref(attributes),
-                ctypes.byref(first),
-                1,
-                ctypes.byref(failed),
-                stream,
-            )
-        )
+        addresses = [each.ctypes.data for each in (targets, sources, sizes)]
+        by_reference = [ctypes.byref(attributes), ctypes.byref(first)]
+        return int(batch(*addresses, len(sizes), *by_reference, 1, ctypes.byref(failed), stream))
 
     def forget_error(self, cuda_version: str) -> None:
-        """What failed was handled; left behind, torch's next check of a launch would raise it.
+        """Clear CUDA's last error, which was handled. Otherwise torch raises it at its next launch.
 
-        torch does not offer this call; by its name the runtime is the one that torch has loaded.
+        torch has no such call. The name selects the runtime that torch has loaded.
         """
         try:
             ctypes.CDLL(f"libcudart.so.{cuda_version.split('.')[0]}").cudaGetLastError()
         except (OSError, AttributeError) as error:
-            log.warning("an error of CUDA that was handled may be reported once more: %s", error)
+            log.warning("a handled CUDA error may be reported again: %s", error)
 
 
 def _copy_function(library: Any) -> Any:
@@ -274,21 +197,11 @@ def _copy_function(library: Any) -> Any:
 
 
 def _batch_function(library: Any) -> Any:
-    """By this name it has its arguments of CUDA 12.8, in later drivers too; None: it is older."""
+    """None in a driver before CUDA 12.8. Later drivers keep these arguments under this name."""
     function = getattr(library, "cuMemcpyBatchAsync", None)
     if function is not None:
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        function.argtypes = [
-            pointer,
-            pointer,
-            pointer,
-            size,
-            pointer,
-            pointer,
-            size,
-            pointer,
-            pointer,
-        ]
+        function.argtypes = [*[pointer] * 3, size, *[pointer] * 2, size, *[pointer] * 2]
         function.restype = ctypes.c_int
     return function
 
@@ -304,7 +217,9 @@ class CudaCopier:
         self._pages_at = kv.data_ptr()
         self._kv = kv  # kept alive
         self.memory = HostMemory(pool)
-        self._bases = np.zeros(REGIONS_MAX, np.int64)  # address of place 0 of each region
+        self._bases = np.zeros(
+            REGIONS_MAX, np.int64
+        )  # by region; address of a place = base + place
         self._locked: dict[int, int] = {}  # region -> its address
         self._set_base(POOL, pool)
         try:
@@ -313,13 +228,11 @@ class CudaCopier:
             log.warning("the staging pool: %s; copies will be slow and hold up the pass", error)
         with self._torch.cuda.device(self._device):
             self._load_stream = self._torch.cuda.Stream()
-            self._aside_stream = (
-                self._torch.cuda.Stream()
-            )  # on `_load_stream` it would hold up loads
+            self._aside_stream = self._torch.cuda.Stream()  # so that it does not delay `load`
             self._save_stream = self._torch.cuda.Stream()
 
     def add(self, region: int, memory: Bytes) -> None:
-        """Takes long for a large one (each page is locked), while copies elsewhere go on."""
+        """Slow for a large region, as each page is locked. Other copies continue."""
         self._lock_pages(region, memory)
         self._set_base(region, memory)
         self.memory.add(region, memory)
@@ -361,7 +274,7 @@ class CudaCopier:
         return done
 
     def _addresses(self, runs: Sequence[PageRun]) -> tuple[Addresses, Addresses, Addresses]:
-        """(in the engine's pages, on the host, sizes) of each run."""
+        """(addresses in the engine's pages, addresses on the host, sizes) of these runs."""
         table = np.array(runs, np.int64).reshape(-1, 3)
         host = table[:, 1] + self._bases[table[:, 1] >> REGION_SHIFT]
         columns = (table[:, 0] + self._pages_at, host, table[:, 2])
@@ -369,7 +282,7 @@ class CudaCopier:
         return pages, host, sizes
 
     def record(self, stream: Any) -> Any:
-        # Blocking: a thread that waits for it sleeps instead of spinning.
+        # Blocking: a waiting thread sleeps instead of spinning.
         event = self._torch.cuda.Event(blocking=True)
         event.record(stream)
         return event
@@ -384,8 +297,8 @@ class CudaCopier:
         self, stream: Any, runs: Sequence[PageRun], after: Event | None, is_load: bool
     ) -> None:
         with self._torch.cuda.device(self._device):
-            # Always an event: a thread's first call must be one of the runtime, which gives it the
-            # context that the driver's call needs.
+            # Always wait for an event: the first call of a thread must be one of the runtime, which
+            # sets the context that the driver's call needs.
             stream.wait_event(after or self.record(stream))
             pages, host, sizes = self._addresses(runs)
             targets, sources = (pages, host) if is_load else (host, pages)
@@ -395,7 +308,7 @@ class CudaCopier:
                 self.record(stream).synchronize()
 
     def close(self) -> None:
-        """Page locks end here; later copies would be an error of ours."""
+        """Unlock all pages. No copy may follow."""
         if self._locked:
             with self._torch.cuda.device(self._device):
                 self._load_stream.synchronize()

@@ -1,11 +1,11 @@
-"""What a worker and the connector inside TensorRT-LLM's processes say to each other.
+"""Messages between a worker and the connector inside the engine's processes.
 
-A worker brings ("stages") the KV that it found for a prompt to this host: it lies in slots of its
-storage node, which are leased, or in pages of the staging pool. It says so with `Stage`, and
-submits the prompt only after `Staged`. The connector answers TensorRT-LLM from what is staged,
-never from the network: a load cannot fail any more once it was promised.
+A worker *stages* a prompt before it submits it. The KV that was found for the prompt lies in leased
+slots of the worker's storage node, or in pages of the staging pool. `Stage` describes it to the
+connector, and after `Staged` the worker submits the prompt. The connector answers the engine from
+staged prompts only, never from the network, because a promised load must not fail.
 
-Not here: sockets and deadlines (channel.py), the meaning of places (block_pages.py).
+Not here: sockets and deadlines (channel.py), places (block_pages.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from backends.engine.trtllm.block_pages import SlotUse
+from backends.engine.connected.block_pages import SlotUse
 from mooncake_store.block_keys import (
     TOKEN_BYTES,
     Tokens,
@@ -23,17 +23,18 @@ from mooncake_store.block_keys import (
     unpacked_tokens,
 )
 
-ENVIRONMENT = "TLLM_MOONCAKE_CONNECTOR"  # only TRTLLM* and TLLM* reach processes started by MPI
+# Holds the Site. MPI passes only TRTLLM* and TLLM* to the processes that TensorRT-LLM starts.
+ENVIRONMENT = "TLLM_MOONCAKE_CONNECTOR"
 
 
 class Site(msgspec.Struct, frozen=True):
-    """Where a connector finds its worker, and the sizes that both must agree on."""
+    """Address of the worker, and sizes that worker and connector must agree on."""
 
-    channel: str  # the worker's end: ipc://...; connectors bind inboxes whose names start with it
-    pool_path: str  # the staging pool: a file that worker and connectors map
+    channel: str  # ipc address of the worker's inbox; the connectors' inboxes add a suffix to it
+    pool_path: str  # file of the staging pool, which worker and connectors map
     block_tokens: int
-    block_bytes: int  # of a store block; a page of the pool
-    aside_bytes_min: int = 0  # loads of so many bytes a rank hold up no pass; 0: none do
+    block_bytes: int  # of a store block, and of a page of the pool
+    aside_bytes_min: int = 0  # loads of at least this size per rank run beside passes; 0: none
     is_alike: bool = False  # all ranks have the same pages, and a block has them once (MLA)
 
     def to_environment(self) -> dict[str, str]:
@@ -44,8 +45,8 @@ class Site(msgspec.Struct, frozen=True):
         text = environment.get(ENVIRONMENT)
         if text is None:
             raise RuntimeError(
-                f"{ENVIRONMENT} is not set: this connector is started by a worker of engine "
-                "tensorrt_llm, which sets it; without one there is no KV store to connect to"
+                f"{ENVIRONMENT} is not set. A worker sets it when it starts its engine; without a "
+                "worker this connector has no KV store to connect to"
             )
         return msgspec.json.decode(text, type=cls)
 
@@ -54,11 +55,10 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class Stage(msgspec.Struct, tag="stage", frozen=True):
-    """This prompt will be submitted; its leading tokens are on this host, more may be saved.
+    """The worker will submit this prompt. KV of its first `loaded_tokens` tokens is on this host.
 
-    places[i] is where block i lies (block_pages.py). The first `loaded_tokens` are there to be
-    loaded; of them only whole pages of TensorRT-LLM count. What is computed beyond goes to its
-    places, of generated tokens too as far as there are places.
+    The engine loads whole pages of these tokens. Computed pages are saved, generated tokens
+    included, as far as there are places.
     """
 
     request_id: str
@@ -66,11 +66,10 @@ class Stage(msgspec.Struct, tag="stage", frozen=True):
     cache_salt: str
     chain_seed: bytes
     keys: list[bytes]  # of the whole blocks
-    places: list[int]
+    places: list[int]  # places[i] is that of block i (block_pages.py)
     loaded_tokens: int
-    uses: tuple[SlotUse, ...] = ()  # of the slots that are among the places, one each
-    # Nothing behind so many tokens is saved: a slot that is complete must not be written any more.
-    # 0: as far as there are places.
+    uses: tuple[SlotUse, ...] = ()  # one for each place that is in a slot
+    # Later tokens are not saved, because a complete slot must not be written. 0: no limit.
     saved_tokens_max: int = 0
 
     @property
@@ -94,20 +93,20 @@ class Stage(msgspec.Struct, tag="stage", frozen=True):
 
 
 class Unstage(msgspec.Struct, tag="unstage", frozen=True):
-    """Forget this stage; start no further copy from or to its places."""
+    """Forget this stage, and start no further copy from or to its places."""
 
     request_id: str
 
 
 class Drain(msgspec.Struct, tag="drain", frozen=True):
-    """To each rank: say when the `moves` copies that were ordered for this request are over."""
+    """To each rank: report when the `moves` ordered copies of this request are finished."""
 
     request_id: str
     moves: int
 
 
 class MapSegment(msgspec.Struct, tag="map-segment", frozen=True):
-    """To each rank: map this segment and lock its pages; places in that region will come."""
+    """To each rank: map this segment as a region and lock its pages."""
 
     region: int
     path: str
@@ -115,13 +114,13 @@ class MapSegment(msgspec.Struct, tag="map-segment", frozen=True):
 
 
 class UnmapSegment(msgspec.Struct, tag="unmap-segment", frozen=True):
-    """To each rank: let go of it. Nothing that is staged has a place there."""
+    """To each rank: unmap this region. No staged prompt has a place in it."""
 
     region: int
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", frozen=True):
-    """The worker ends: TensorRT-LLM does not tell connectors that it is shut down."""
+    """The worker exits. An engine does not notify connectors when it shuts down."""
 
 
 # -- from the connector's scheduler, on rank 0
@@ -132,25 +131,25 @@ class Staged(msgspec.Struct, tag="staged", frozen=True):
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
-    """This stage cannot be used, and was not kept."""
+    """The connector cannot use this stage, and has dropped it."""
 
     request_id: str
     reason: str
 
 
 class Claimed(msgspec.Struct, tag="claimed", frozen=True):
-    """TensorRT-LLM took the request: what it need not compute."""
+    """The engine has begun this request."""
 
     request_id: str
-    local_tokens: int  # that its own pages still had
-    loaded_tokens: int  # beyond those, from the stage's places
+    local_tokens: int  # found in the engine's own prefix cache
+    loaded_tokens: int  # the tokens after these that are loaded from the stage's places
 
 
 class Unstaged(msgspec.Struct, tag="unstaged", frozen=True):
-    """No copy will be ordered any more; so many were, over the life of this stage."""
+    """The scheduler orders no further copy for this stage."""
 
     request_id: str
-    moves: int
+    moves: int  # ordered over the life of the stage
 
 
 # -- from the connector's worker on every rank
@@ -160,30 +159,30 @@ class Ready(msgspec.Struct, tag="ready", frozen=True):
     rank: int
     tp_size: int
     rank_bytes: int  # what this rank copies of a store block
-    tokens_per_block: int  # TensorRT-LLM's page
+    tokens_per_block: int  # of the engine's page
     pool_pages: int
-    gpu_pages: int  # of TensorRT-LLM, for all requests
+    gpu_pages: int  # pages of the engine, for all requests
 
 
 class SegmentMapped(msgspec.Struct, tag="segment-mapped", frozen=True):
     rank: int
     region: int
-    problem: str = ""  # why it is not
+    problem: str = ""  # why this rank could not map it
 
 
 class Loaded(msgspec.Struct, tag="loaded", frozen=True):
-    """What was to be loaded is in the engine's pages, and it was what the worker has verified."""
+    """The claimed KV is in the engine's pages, and is what the worker has verified."""
 
     request_id: str
     rank: int
 
 
 class Saved(msgspec.Struct, tag="saved", frozen=True):
-    """The KV of the first `tokens` tokens is in the places, loaded or saved; it only grows."""
+    """KV of the first `tokens` tokens is in the places, loaded or saved. `tokens` only grows."""
 
     request_id: str
     rank: int
-    tokens: int  # whole pages of TensorRT-LLM
+    tokens: int  # in whole pages of the engine
 
 
 class Drained(msgspec.Struct, tag="drained", frozen=True):
@@ -192,7 +191,7 @@ class Drained(msgspec.Struct, tag="drained", frozen=True):
 
 
 class Broken(msgspec.Struct, tag="broken", frozen=True):
-    """Nothing can work: sizes differ, the pool cannot be mapped. The worker must not start."""
+    """The connector cannot work, so the worker must end the engine."""
 
     reason: str
 
