@@ -12,7 +12,7 @@ from backends.engine.connected.messages import Stage
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.trtllm.prefill import TrtllmPrefill
-from tests.backends.engine.trtllm.listening import WAIT_S
+from tests.backends.engine.connected.listening import WAIT_S
 from tests.backends.trtllm.test_unmatched_stages import InPool
 
 

@@ -18,7 +18,7 @@ from backends.engine.connected.channel import (
     rank_name,
 )
 from mooncake_store.block_keys import block_keys, chain_seed
-from tests.backends.engine.trtllm.listening import WAIT_S, Heard
+from tests.backends.engine.connected.listening import WAIT_S, Heard
 
 SEED = chain_seed("print")
 
