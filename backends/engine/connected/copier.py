@@ -8,13 +8,11 @@ tie to the forward pass:
     load aside:  forward stream -event-> aside stream: copies -> a thread waits
     save:        forward stream -event-> save stream: copies -> a thread waits
 
-A load waits for the work that the forward stream already has: its pages may just have been freed
-by a request whose last step still runs. Host memory is page-locked, so the GPU's copy engines read
-and write it, and no multiprocessor is taken from the forward pass. The CUDA driver is called
-through ctypes: one call for an order where the driver has cuMemcpyBatchAsync (CUDA 12.8 and later),
-else a call for each run. A call of torch may cost more than the copy of a page (not measured).
+A load waits for the present work of the forward stream: its pages may just have been freed by a
+request whose last step still runs. Host memory is page-locked, so copy engines of the GPU move the
+bytes. ctypes calls the CUDA driver, because a call of torch may cost more than the copy of a page
+(not measured). torch is imported late: a process without CUDA does not need it.
 
-torch is imported late, because a process without CUDA does not need it.
 Not here: which pages are copied (rank_copies.py), what a place is (block_pages.py).
 """
 
@@ -22,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -44,47 +42,9 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Copier(Protocol):
+class HostCopier:
     """The copies of one rank. The engine's thread calls `load` and `record`, another the rest."""
 
-    memory: HostMemory
-
-    def add(self, region: int, memory: Bytes) -> None:
-        """Map a further region of host memory. Raises RegionRefused."""
-        ...
-
-    def remove(self, region: int) -> None:
-        """Unmap a region. No copy uses it."""
-        ...
-
-    def load(self, runs: Sequence[PageRun], stream: Any) -> Event | None:
-        """Host to pages, after the present work of `stream` and before its next work.
-
-        The event is reached when the copy has read the host memory; None: it already has.
-        """
-        ...
-
-    def load_aside(self, runs: Sequence[PageRun], after: Event | None) -> None:
-        """Wait for `after`, then copy host to pages. Returns after the copy."""
-        ...
-
-    def record(self, stream: Any) -> Event | None:
-        """Reached when `stream` has done its present work; None: it already has."""
-        ...
-
-    def save(self, runs: Sequence[PageRun], after: Event | None) -> None:
-        """Wait for `after`, then copy pages to host. Returns after the copy."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def make_copier(kv: Any, pool: Bytes) -> Copier:
-    """`kv`: the engine's pages, a contiguous torch tensor on a CPU or a GPU."""
-    return CudaCopier(kv, pool) if kv.is_cuda else HostCopier(kv, pool)
-
-
-class HostCopier:
     def __init__(self, kv: Any, pool: Bytes) -> None:
         import torch
 
@@ -93,28 +53,40 @@ class HostCopier:
         self.memory = HostMemory(pool)
 
     def add(self, region: int, memory: Bytes) -> None:
+        """Map a further region of host memory. Raises RegionRefused."""
         self.memory.add(region, memory)
 
     def remove(self, region: int) -> None:
+        """Unmap a region. No copy uses it."""
         self.memory.remove(region)
 
-    def load(self, runs: Sequence[PageRun], stream: Any) -> None:
-        self.load_aside(runs, self.record(stream))
+    def load(self, runs: Sequence[PageRun], stream: Any) -> Event | None:
+        """Host to pages, after the present work of `stream` and before its next work.
 
-    def load_aside(self, runs: Sequence[PageRun], after: Event | None) -> None:
-        if after is not None:
-            after.synchronize()
-        for pages_at, place, size_bytes in runs:
-            self._pages[pages_at : pages_at + size_bytes] = self.memory.view(place, size_bytes)
+        The event is reached when the copy has read the host memory; None: it already has.
+        """
+        self.load_aside(runs, self.record(stream))
+        return None
 
     def record(self, stream: Any) -> Event | None:
+        """Reached when `stream` has done its present work; None: it already has."""
         return None if stream is None else stream.record_event()
 
+    def load_aside(self, runs: Sequence[PageRun], after: Event | None) -> None:
+        """Wait for `after`, then copy host to pages. Returns after the copy."""
+        for pages, host in self._pairs(runs, after):
+            pages[:] = host
+
     def save(self, runs: Sequence[PageRun], after: Event | None) -> None:
+        """Wait for `after`, then copy pages to host. Returns after the copy."""
+        for pages, host in self._pairs(runs, after):
+            host[:] = pages
+
+    def _pairs(self, runs: Sequence[PageRun], after: Event | None) -> Iterator[tuple[Bytes, Bytes]]:
         if after is not None:
             after.synchronize()
-        for pages_at, place, size_bytes in runs:
-            self.memory.view(place, size_bytes)[:] = self._pages[pages_at : pages_at + size_bytes]
+        for at, place, size_bytes in runs:
+            yield self._pages[at : at + size_bytes], self.memory.view(place, size_bytes)
 
     def close(self) -> None:
         del self._pages, self.memory  # unmaps the regions
@@ -153,9 +125,8 @@ class CudaDriver:
         self._batch = _batch_function(patient)
 
     def copy_all(
-        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, issued: int = 0
+        self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int
     ) -> None:
-        """`issued` copies may be in flight already. Beyond ISSUED_MAX a single call may block."""
         batch = self._batch  # another thread may reset it
         if batch is not None and len(sizes) > 1:
             error = self._issue_batch(batch, targets, sources, sizes, stream)
@@ -164,8 +135,8 @@ class CudaDriver:
             log.warning("cuMemcpyBatchAsync failed with CUDA error %d: copies one by one", error)
             self._batch = None  # a copy that the batch has begun may safely run twice
         copies = zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True)
-        for number, (target, source, size_bytes) in enumerate(copies, issued):
-            call = self._quick if number < ISSUED_MAX else self._patient
+        for number, (target, source, size_bytes) in enumerate(copies):
+            call = self._quick if number < ISSUED_MAX else self._patient  # which may block
             if error := call(target, source, size_bytes, stream):
                 raise RuntimeError(f"cuMemcpyAsync failed with CUDA error {error}")
 
@@ -217,9 +188,7 @@ class CudaCopier:
         self._pages_at = kv.data_ptr()
         self._kv = kv  # kept alive
         self.memory = HostMemory(pool)
-        self._bases = np.zeros(
-            REGIONS_MAX, np.int64
-        )  # by region; address of a place = base + place
+        self._bases = np.zeros(REGIONS_MAX, np.int64)  # address of a place - place, by region
         self._locked: dict[int, int] = {}  # region -> its address
         self._set_base(POOL, pool)
         try:
@@ -314,3 +283,11 @@ class CudaCopier:
                 self._load_stream.synchronize()
             for region in list(self._locked):
                 self._unlock_pages(region)
+
+
+Copier = HostCopier | CudaCopier
+
+
+def make_copier(kv: Any, pool: Bytes) -> Copier:
+    """`kv`: the engine's pages, a contiguous torch tensor on a CPU or a GPU."""
+    return CudaCopier(kv, pool) if kv.is_cuda else HostCopier(kv, pool)

@@ -197,15 +197,5 @@ class Broken(msgspec.Struct, tag="broken", frozen=True):
 
 
 ToConnector = Stage | Unstage | Drain | MapSegment | UnmapSegment | Goodbye
-ToWorker = (
-    Staged
-    | Refused
-    | Claimed
-    | Unstaged
-    | Ready
-    | SegmentMapped
-    | Loaded
-    | Saved
-    | Drained
-    | Broken
-)
+FromScheduler = Staged | Refused | Claimed | Unstaged
+ToWorker = FromScheduler | Ready | SegmentMapped | Loaded | Saved | Drained | Broken

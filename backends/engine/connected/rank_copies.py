@@ -1,23 +1,15 @@
 """The copies of one rank: loads before a forward pass, saves after it.
 
 The engine's thread passes orders on and does not wait for copies (HostCopier loads at once). The
-thread of copies waits for events, saves pages, loads aside in parts between saves, notifies the
-worker, and counts the finished moves of each request. The counts decide when a request is drained,
-and when the engine may reuse its pages.
+thread of copies waits for events, copies, notifies the worker, and counts the finished moves of
+each request. The counts decide when a request is drained, and when the engine may reuse its pages.
 
-A load from a slot counts only if the slot still holds the verified block after the copy. A lease
-ensures that. If the worker has lost the lease, the engine's pages hold unknown bytes: the rank
-sends `Broken`, and the worker ends the engine. `Loaded` is sent after this check.
+After a load the slot must still hold the verified block, which a lease ensures. If it does not, the
+engine's pages hold unknown bytes: the rank sends `Broken`, and the worker ends the engine. A save
+into a slot checks before the copy. If the slot is not the worker's any more, no further page of the
+request is saved. Such a slot is quarantined for longer than check and copy take.
 
-A save into a slot checks before the copy. If the slot is not the worker's any more, the rank saves
-nothing of this request from there on. A slot that was given up is quarantined for longer than the
-time between the check and the copy.
-
-If ranks are alike, only the first one copies saves. The others report the saves at once, and the
-worker waits for the reports of all.
-
-`after_forward` is not called for a pass that raised. The saves of that pass were never computed,
-so they end without a copy and without `Saved`.
+If ranks are alike, only rank 0 copies saves, and all ranks report them.
 
 Not here: which pages are copied (scheduler.py), the copies themselves (copier.py).
 """

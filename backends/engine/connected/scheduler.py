@@ -24,7 +24,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from backends.engine.connected import messages as m
 from backends.engine.connected.block_pages import LlmId, Move, Orders, SlotUse
@@ -36,17 +36,7 @@ TAIL_BYTES = 16 * TOKEN_BYTES  # prompts differ at the end more often than at th
 Salt = str | int  # of a request: its cache salt, or the engine's number for the salt
 
 
-class ScheduledRequest(Protocol):
-    """The engine's description of one request in a pass."""
-
-    request_id: Any  # LlmId
-    new_block_ids: list[int]  # pages since its last description
-
-
-D = TypeVar("D", bound=ScheduledRequest)
-
-
-class StageScheduler(ABC, Generic[D]):
+class StageScheduler(ABC):
     def __init__(
         self,
         block_tokens: int,
@@ -65,7 +55,7 @@ class StageScheduler(ABC, Generic[D]):
         self._lock = threading.Lock()
 
     @abstractmethod
-    def _position(self, entry: Entry, data: D, is_new: bool) -> int:
+    def _position(self, entry: Entry, data: Any, is_new: bool) -> int:
         """The tokens of this request that are computed after the pass. Called with the lock."""
 
     def _salts(self, cache_salt: str) -> tuple[Salt, ...]:
@@ -147,10 +137,11 @@ class StageScheduler(ABC, Generic[D]):
         loaded_tokens = pages * self._tokens_per_block
         self._send(m.Claimed(entry.stage.request_id, local, loaded_tokens))
 
-    def orders(self, new: Sequence[D], cached: Sequence[D]) -> Orders:
+    def orders(self, new: Sequence[Any], cached: Sequence[Any]) -> Orders:
         """The copies of the next pass: loads before it, saves of the pages that it fills.
 
-        `new` are requests that a pass has for the first time, `cached` all others of the pass.
+        `new` describes requests that are in a pass for the first time, `cached` the others. Both
+        have a request_id and new_block_ids, the pages since the last description.
         """
         saves: list[Move] = []
         with self._lock:

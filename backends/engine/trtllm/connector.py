@@ -88,7 +88,7 @@ class MooncakeConnectorScheduler(SchedulerBase):
         self._scheduler = TrtllmScheduler(
             site.block_tokens,
             llm_args.kv_cache_config.tokens_per_block,
-            self._send,
+            lambda message: self._link.send(message),
             _salt_id(),
             aside_pages_min(site, llm_args),
         )
@@ -112,9 +112,8 @@ class MooncakeConnectorScheduler(SchedulerBase):
             with self._never_raising():
                 if scheduler_output is None:  # in some releases for a batch that was not prepared
                     return self._scheduler.orders([], [])
-                return self._scheduler.orders(
-                    scheduler_output.new_requests, scheduler_output.cached_requests
-                )
+                new, cached = scheduler_output.new_requests, scheduler_output.cached_requests
+                return self._scheduler.orders(new, cached)
         return Orders([], [], [], self._error)
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
@@ -138,9 +137,6 @@ class MooncakeConnectorScheduler(SchedulerBase):
     def close(self) -> None:
         self._link.close()
 
-    def _send(self, message: m.ToWorker) -> None:
-        self._link.send(message)
-
     def _on_message(self, message: m.ToConnector) -> None:
         if isinstance(message, m.Goodbye):
             self.close()
@@ -163,25 +159,23 @@ class MooncakeConnectorWorker(WorkerBase):
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """Compare the sizes. A difference ends the start of the worker."""
-        try:
-            self._register(kv_cache_tensor)
-        except Exception as error:  # Catch all: TensorRT-LLM's error would not name the cause
-            self._link.send(m.Broken(f"rank {self._rank}: {error}"))
-            raise
-
-    def _register(self, kv: Any) -> None:
-        site, tokens = self._site, self._tokens_per_block
-        page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
-        sizes = (site.block_tokens, site.block_bytes, site.is_alike)
-        if problems := size_problems(kv.shape, page_bytes, tokens, self._tp_size, *sizes):
-            raise ValueError("; ".join(problems))
-        pages = BlockPages.of(
-            self._rank, self._tp_size, page_bytes, tokens, site.block_tokens, site.is_alike
+        kv, site, tokens, tp_size = (
+            kv_cache_tensor,
+            self._site,
+            self._tokens_per_block,
+            self._tp_size,
         )
-        self._copies, ready = register(
-            site, pages, self._tp_size, tokens, kv, len(kv), self._link.send
-        )
-        self._link.send(ready)
+        with self._saying_why():
+            page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
+            sizes = (site.block_tokens, site.block_bytes, site.is_alike)
+            if problems := size_problems(kv.shape, page_bytes, tokens, tp_size, *sizes):
+                raise ValueError("; ".join(problems))
+            pages = BlockPages.of(
+                self._rank, tp_size, page_bytes, tokens, site.block_tokens, site.is_alike
+            )
+            send = self._link.send
+            self._copies, ready = register(site, pages, tp_size, tokens, kv, len(kv), send)
+            send(ready)
 
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)
@@ -278,18 +272,14 @@ def _salt_id() -> Callable[[str], int] | None:
     return None
 
 
-REQUEST, MANAGER = (
-    "KvCacheConnectorSchedulerOutputRequest",
-    "KvCacheConnectorSchedulerOutputManager",
-)
+REQUEST = "KvCacheConnectorSchedulerOutputRequest"
+MANAGER = "KvCacheConnectorSchedulerOutputManager"
 NEEDED = (REQUEST, MANAGER, "RequestData", "SchedulerOutput", "LlmRequestState", "mpi_rank")
 KNOWN = {
     REQUEST: ("update_and_build_data", ["self", "req", "kv_cache_manager"]),
-    MANAGER: (
-        "build_scheduler_output",
-        ["self", "scheduled_batch", "new_async_requests", "kv_cache_manager"],
-    ),
-}
+    MANAGER: ("build_scheduler_output",
+              ["self", "scheduled_batch", "new_async_requests", "kv_cache_manager"]),
+}  # fmt: skip
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -95,7 +95,11 @@ class TrtllmEngine:
             self.tp_shape = pages_description(
                 self._package.version, config, spec.dtype, options_that_reach_kv(options)
             )
-            self._pool = self._make_pool(worker_id, spec.kv_pages if self.is_connected else 1)
+            pages, run = (
+                spec.kv_pages if self.is_connected else 1,
+                Path(os.environ["MOONCAKE_SOCKETS"]),
+            )
+            self._pool = StagingPool(run.name, worker_id, pages, self.layout.block_bytes)
             self.kv_pool = self._pool.bytes
         except (ValueError, package.PackageProblem, PoolProblem) as error:
             raise ConfigError(str(error)) from error
@@ -127,8 +131,7 @@ class TrtllmEngine:
         options = read_options(config.llm_options, repository, found)
         found += option_problems(options, self.is_connected)
         try:
-            room = spec.pages_tokens
-            limit = min(spec.context_tokens_max or room, room)
+            limit = min(spec.context_tokens_max or spec.pages_tokens, spec.pages_tokens)
             shape = read_kv_shape(folder, config.tp_size, limit)
             kv_dtype = read_kv_dtype(folder, spec.kv_dtype, spec.dtype, found)
             found += _context_problems(spec, shape, folder)
@@ -138,10 +141,6 @@ class TrtllmEngine:
         if found:
             raise ConfigError("\n".join(f"  - {line}" for line in found))
         return shape, options, kv_dtype
-
-    def _make_pool(self, worker_id: str, pages: int) -> StagingPool:
-        run = Path(os.environ["MOONCAKE_SOCKETS"]).name
-        return StagingPool(run, worker_id, pages, self.layout.block_bytes)
 
     def _listen(self, worker_id: str, listener: Listener) -> ConnectorHost:
         """Called before the LLM is built, because its connectors report during that time."""

@@ -19,7 +19,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -50,17 +50,16 @@ class LlmRun:
         self.is_aborted = False
 
     def abort(self) -> None:
+        """From any thread; the other methods run in the LLM's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
             self._loop.call_soon_threadsafe(self.abort_here)
 
     def abort_here(self) -> None:
-        """In the LLM's thread."""
         if not self.is_aborted:
             self.is_aborted = True
             self._abort_if_computed()
 
     def got_tokens(self) -> None:
-        """In the LLM's thread."""
         if not self._has_tokens:
             self._has_tokens = True
             if self.is_aborted:
@@ -69,12 +68,6 @@ class LlmRun:
     def _abort_if_computed(self) -> None:
         if self._has_tokens and self.result is not None and not self.result.finished:
             self.result.abort()
-
-
-async def _nothing() -> AsyncIterator[Any]:
-    """No statistics."""
-    return
-    yield
 
 
 class LlmThread:
@@ -160,11 +153,9 @@ class LlmThread:
     async def _generate(self, order: Order, sink: Sink, running: LlmRun) -> Outcome:
         if running.is_aborted:
             return Outcome("cancelled")
-        needed: dict[str, Any] = {}  # without the salt, tenants would share the engine's pages
-        if order.cache_salt:
-            needed["cache_salt"] = order.cache_salt
-        if order.disaggregated_params is not None:
-            needed["disaggregated_params"] = order.disaggregated_params
+        # Without the salt, tenants would share the engine's pages.
+        asked = {"cache_salt": order.cache_salt, "disaggregated_params": order.disaggregated_params}
+        needed = {name: value for name, value in asked.items() if value}
         generate = self._llm.generate_async
         known = accepted(generate)
         if known is not None and (missing := needed.keys() - known):
@@ -193,9 +184,11 @@ class LlmThread:
         ask = getattr(self._llm, "get_stats_async", None)
         while True:
             try:
-                async for raw in ask(STATS_TIMEOUT_S) if ask is not None else _nothing():
-                    self.stats = IterationStats.of(json.loads(raw) if isinstance(raw, str) else raw)
-                    self._on_stats(self.stats)
+                if ask is not None:
+                    async for raw in ask(STATS_TIMEOUT_S):
+                        stats = json.loads(raw) if isinstance(raw, str) else raw
+                        self.stats = IterationStats.of(stats)
+                        self._on_stats(self.stats)
             except Exception as error:  # Catch all: metrics must not end the engine
                 log.debug("no statistics: %s", error)
             self._look_after()
@@ -230,14 +223,9 @@ class LlmThread:
 
 
 FIELDS = (
-    "first_gen_tokens",
-    "ctx_request_id",
-    "opaque_state",
-    "draft_tokens",
-    "disagg_request_id",
-    "ctx_dp_rank",
-    "ctx_info_endpoint",
-)
+    "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens", "disagg_request_id",
+    "ctx_dp_rank", "ctx_info_endpoint",
+)  # fmt: skip
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 
 

@@ -31,7 +31,7 @@ class RequestData(Protocol):
     num_scheduled_tokens: int
 
 
-class TrtllmScheduler(StageScheduler[RequestData]):
+class TrtllmScheduler(StageScheduler):
     def __init__(
         self,
         block_tokens: int,

@@ -11,31 +11,25 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Names of the classic Triton model: (metric, label, value of the label) -> path in the dict.
-SERIES: dict[tuple[str, str, str], tuple[str, ...]] = {
-    ("nv_trt_llm_request_metrics", "request_type", "active"): ("numActiveRequests",),
-    ("nv_trt_llm_request_metrics", "request_type", "max"): ("maxNumActiveRequests",),
-    ("nv_trt_llm_request_metrics", "request_type", "scheduled"):
-        ("inflightBatchingStats", "numScheduledRequests"),
-    ("nv_trt_llm_request_metrics", "request_type", "context"):
-        ("inflightBatchingStats", "numContextRequests"),
-    ("nv_trt_llm_request_metrics", "request_type", "waiting"): ("numQueuedRequests",),
-    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "max"):
-        ("kvCacheStats", "maxNumBlocks"),
-    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "free"):
-        ("kvCacheStats", "freeNumBlocks"),
-    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "used"):
-        ("kvCacheStats", "usedNumBlocks"),
-    ("nv_trt_llm_kv_cache_block_metrics", "kv_cache_block_type", "tokens_per"):
-        ("kvCacheStats", "tokensPerBlock"),
-    ("nv_trt_llm_runtime_memory_metrics", "memory_type", "gpu"): ("gpuMemUsage",),
-    ("nv_trt_llm_runtime_memory_metrics", "memory_type", "cpu"): ("cpuMemUsage",),
-    ("nv_trt_llm_runtime_memory_metrics", "memory_type", "pinned"): ("pinnedMemUsage",),
-    ("nv_trt_llm_inflight_batcher_metrics", "inflight_batcher_specific_metric",
-     "total_context_tokens"): ("inflightBatchingStats", "numCtxTokens"),
-    ("nv_trt_llm_inflight_batcher_metrics", "inflight_batcher_specific_metric",
-     "generation_requests"): ("inflightBatchingStats", "numGenRequests"),
-    ("nv_trt_llm_general_metrics", "general_type", "iteration_counter"): ("iter",),
+# Names of the classic Triton model: metric -> (label, {value of the label: path in the dict}).
+SERIES: dict[str, tuple[str, dict[str, str]]] = {
+    "nv_trt_llm_request_metrics": ("request_type", {
+        "active": "numActiveRequests", "max": "maxNumActiveRequests",
+        "scheduled": "inflightBatchingStats.numScheduledRequests", "waiting": "numQueuedRequests",
+        "context": "inflightBatchingStats.numContextRequests",
+    }),
+    "nv_trt_llm_kv_cache_block_metrics": ("kv_cache_block_type", {
+        "max": "kvCacheStats.maxNumBlocks", "free": "kvCacheStats.freeNumBlocks",
+        "used": "kvCacheStats.usedNumBlocks", "tokens_per": "kvCacheStats.tokensPerBlock",
+    }),
+    "nv_trt_llm_runtime_memory_metrics": ("memory_type", {
+        "gpu": "gpuMemUsage", "cpu": "cpuMemUsage", "pinned": "pinnedMemUsage",
+    }),
+    "nv_trt_llm_inflight_batcher_metrics": ("inflight_batcher_specific_metric", {
+        "total_context_tokens": "inflightBatchingStats.numCtxTokens",
+        "generation_requests": "inflightBatchingStats.numGenRequests",
+    }),
+    "nv_trt_llm_general_metrics": ("general_type", {"iteration_counter": "iter"}),
 }  # fmt: skip
 
 
@@ -49,15 +43,15 @@ class IterationStats:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> IterationStats:
-        return cls(int(_number(raw, ("iter",))), _number(raw, ("iterLatencyMS",)) / 1e3, raw)
+        return cls(int(_number(raw, "iter")), _number(raw, "iterLatencyMS") / 1e3, raw)
 
     def series(self) -> Iterator[tuple[str, dict[str, str], float]]:
         """(metric, labels, value) of all that TensorRT-LLM's own Triton model exports."""
-        for (metric, label, value), path in SERIES.items():
-            yield metric, {label: value}, _number(self.raw, path)
-        used, most = (
-            _number(self.raw, ("kvCacheStats", key)) for key in ("usedNumBlocks", "maxNumBlocks")
-        )
+        for metric, (label, paths) in SERIES.items():
+            for value, path in paths.items():
+                yield metric, {label: value}, _number(self.raw, path)
+        used = _number(self.raw, "kvCacheStats.usedNumBlocks")
+        most = _number(self.raw, "kvCacheStats.maxNumBlocks")
         labels = {"kv_cache_block_type": "fraction"}
         yield "nv_trt_llm_kv_cache_block_metrics", labels, used / most if most else 0.0
 
@@ -65,8 +59,8 @@ class IterationStats:
 NONE = IterationStats(0, 0.0, {})
 
 
-def _number(raw: Mapping[str, Any], path: tuple[str, ...]) -> float:
+def _number(raw: Mapping[str, Any], path: str) -> float:
     value: Any = raw
-    for key in path:
+    for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
     return float(value) if isinstance(value, (int, float)) else 0.0

@@ -10,6 +10,7 @@ the token. The next token is a hash of all KV. So a wrong byte changes the answe
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from backends.engine.connected.scheduler import Entry, StageScheduler
 from tests.backends.engine.connected.connected import Connected
 
 LAYERS, PAGE_TOKENS, TOKEN_BYTES = 3, 4, 128  # bytes of a token in a layer of all ranks
+IDLE_S = 0.001
 GAP_PAGES = 1  # unused memory between layers
 VOCABULARY_TOKENS = 2048
 SHAPE = SimpleNamespace(tokens_per_block=PAGE_TOKENS, kv_factor=2)
@@ -70,7 +72,7 @@ class SmallRequest:
         return len(self.tokens) - len(self.prompt)
 
 
-class SmallScheduler(StageScheduler[SmallRequest]):
+class SmallScheduler(StageScheduler):
     def _position(self, entry: Entry, data: SmallRequest, is_new: bool) -> int:
         return data.computed
 
@@ -83,6 +85,7 @@ class SmallExecutor:
         self._waiting: list[SmallRequest] = []
         self._active: list[SmallRequest] = []
         self.saving: dict[int, SmallRequest] = {}  # finished, and pages still to be freed
+        self._idle = threading.Event()  # never set
         self._ended: list[int] = []  # not yet passed to the ranks
         self._started: list[int] = []
         self._done: tuple[Counter[int], Counter[int]] = Counter(), Counter()  # saved, loaded
@@ -168,6 +171,8 @@ class SmallExecutor:
                 batch.append((request, request.computed))
                 request.computed += count
                 left -= count
+        if not batch:
+            self._idle.wait(IDLE_S)  # for the copies
         new = [request for request, _ in batch if request.is_new]
         orders = self.scheduler.orders(new, [each for each, _ in batch if each not in new])
         for copies in self.copies:
