@@ -35,12 +35,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from backends.engine.connected import messages as m
+from backends.engine.connected.block_pages import BlockPages, Move, PageRun, place_of
+from backends.engine.connected.channel import SCHEDULER, ConnectorHost, ConnectorLink
+from backends.engine.connected.copier import make_copier
+from backends.engine.connected.host_memory import map_pool
 from backends.engine.trtllm import connector
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import BlockPages, Move, PageRun, place_of
-from backends.engine.trtllm.channel import SCHEDULER, ConnectorHost, ConnectorLink
-from backends.engine.trtllm.copier import make_copier, map_pool
-from backends.engine.trtllm.scheduler import StageScheduler
+from backends.engine.trtllm.scheduler import TrtllmScheduler
 from loadtest.harness.benchmark import benchmark, best_s, timed_s
 from loadtest.harness.result import Cell, Target
 from mooncake_store.block_keys import block_keys, chain_seed
@@ -130,7 +131,7 @@ class ConnectorCalls:
         ]
 
         def prepare(number: int) -> Callable[[], object]:
-            scheduler = StageScheduler(BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: None)
+            scheduler = TrtllmScheduler(BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: None)
             for stage in stages:
                 problem = scheduler.add_checked(stage)
                 assert not problem, problem
@@ -147,7 +148,7 @@ class ConnectorCalls:
         return self.timed(f"match {size} of {REQUESTS} staged{shared}", prepare)
 
     def unmatched(self, tokens: int) -> None:
-        scheduler = StageScheduler(BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: None)
+        scheduler = TrtllmScheduler(BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: None)
         prompt = self.prompt(tokens)
         self.timed(
             f"match {tokens // 1024}k, nothing staged",
@@ -160,7 +161,7 @@ class ConnectorCalls:
         with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
             address = f"ipc://{folder}/kv"
             host = ConnectorHost(address, DeafListener())
-            scheduler = StageScheduler(
+            scheduler = TrtllmScheduler(
                 BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: link.send(message)
             )
             link = ConnectorLink(address, SCHEDULER, scheduler.on_message)
@@ -215,7 +216,7 @@ class ConnectorCalls:
         blocks = list(range(tokens // TOKENS_PER_BLOCK))
 
         def prepare(number: int) -> Callable[[], object]:
-            scheduler = StageScheduler(BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: None)
+            scheduler = TrtllmScheduler(BLOCK_TOKENS, TOKENS_PER_BLOCK, lambda message: None)
             for llm_id, (stage, prompt) in enumerate(zip(stages, prompts, strict=True)):
                 assert not scheduler.add_checked(stage)
                 request = PromptRequest(llm_id, prompt.tolist())

@@ -61,7 +61,7 @@ FLOORS = {
         {"gateway/page"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle", "frontend/decisions"}, {"tracing"},
         {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
-        {"engine/torch", "engine/trtllm"},
+        {"engine/torch", "engine/trtllm", "engine/vllm"}, {"engine/connected"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
         {"metrics", "models", "tenants"},
         {"config_pbtxt", "tensors", "token_logprobs", "launch_secret", "worker_tls", "statuses"},
@@ -115,6 +115,8 @@ ONE_FILE_ONLY = {
     },
     "triton_python_backend_utils": {"backends/triton/triton_io.py"},
 }
+# Engines of others: the only folder that may import each.
+ENGINE_HOMES = {"tensorrt_llm": "backends/engine/trtllm", "vllm": "backends/engine/vllm"}
 LINES_MAX, MODEL_LINES_MAX, FUNCTION_LINES_MAX = 600, 150, 70
 MODULES_MAX = 16  # directly in a folder
 # Words that no other system of this field has; docs/ARCHITECTURE.md has the words of the field.
@@ -253,6 +255,13 @@ def import_problems(path: Path) -> Iterator[str]:
             yield f"{path}: only {', '.join(sorted(homes))} may import {library}"
 
 
+def engine_problems(path: Path) -> Iterator[str]:
+    tops = {module.split(".")[0] for module in imported_modules(nodes_of(path))}
+    for engine, home in ENGINE_HOMES.items():
+        if engine in tops and not path.is_relative_to(home):
+            yield f"{path}: only {home} may import {engine}"
+
+
 def floor_problems(path: Path, modules: set[str]) -> Iterator[str]:
     package = path.parts[0]
     here = room_of(str(path.with_suffix("")).replace("/", "."))
@@ -276,6 +285,23 @@ def test_the_python_files_of_a_folder_keep_the_house_rules(folder: str) -> None:
         )
     ]
     assert not problems, "\n".join(problems)
+
+
+def test_engines_of_others_are_imported_in_their_own_folders_only() -> None:
+    modules = [path for path in tracked(".py") if path.parts[0] in PACKAGES]
+    assert not (problems := [each for path in modules for each in engine_problems(path)]), problems
+
+
+def test_what_connected_engines_share_imports_none_of_them() -> None:
+    shared = [path for path in tracked(".py") if path.parent == Path("backends/engine/connected")]
+    homes = {home.replace("/", ".") for home in ENGINE_HOMES.values()}
+    found = [
+        f"{path}: {module}"
+        for path in shared
+        for module in imported_modules(nodes_of(path))
+        if module in ENGINE_HOMES or any(f"{module}.".startswith(f"{home}.") for home in homes)
+    ]
+    assert shared and not found, found
 
 
 def test_the_packages_have_no_import_cycle() -> None:

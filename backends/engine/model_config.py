@@ -219,7 +219,7 @@ def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class ConfigReader:
     """Reads typed values. A wrong value adds a problem to `found` and becomes a placeholder."""
 
     raw: Mapping[str, Any]
@@ -264,7 +264,7 @@ def _parsed(
         found.append(f"config.json: architecture {name!r} is not supported; known: {known}")
         return None  # the keys of another family have other meanings
     found += _unsupported(raw)
-    read = _Reader(raw, found)
+    read = ConfigReader(raw, found)
     heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
     kv_heads = read.integer("num_key_value_heads", default=heads)
     # The default is 128 in transformers' Qwen3Config. Other families have hidden // heads.
@@ -311,7 +311,7 @@ def _parsed(
     )
 
 
-def _latent(read: _Reader) -> LatentConfig:
+def _latent(read: ConfigReader) -> LatentConfig:
     return LatentConfig(
         query_rank=read.integer("q_lora_rank", 0),
         rank=read.integer("kv_lora_rank"),
@@ -322,7 +322,7 @@ def _latent(read: _Reader) -> LatentConfig:
     )
 
 
-def _experts(read: _Reader) -> ExpertsConfig:
+def _experts(read: ConfigReader) -> ExpertsConfig:
     raw, found = read.raw, read.found
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if raw.get(key, known) != known:
@@ -350,7 +350,7 @@ def _experts(read: _Reader) -> ExpertsConfig:
     return experts
 
 
-def _context_tokens_max(family: str, read: _Reader, rope: RopeConfig) -> int:
+def _context_tokens_max(family: str, read: ConfigReader, rope: RopeConfig) -> int:
     """Longest context that the engine computes exactly, in tokens.
 
     A sliding window (Mistral) limits the context to the window, because the engine computes full
@@ -403,7 +403,7 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
         return RopeConfig(1.0)
     if given.get("partial_rotary_factor", 1.0) not in (1, 1.0, None):
         found.append("config.json: partial_rotary_factor is not supported")
-    read = _Reader(merged, found)
+    read = ConfigReader(merged, found)
     theta = read.number("rope_theta")
     if kind == "default":
         return RopeConfig(theta)
@@ -421,14 +421,14 @@ def _rope(raw: Mapping[str, Any], found: list[str]) -> RopeConfig:
     return replace(rope, low_freq_factor=low, high_freq_factor=high)
 
 
-def _magnitude(read: _Reader, key: str, factor: float) -> float:
+def _magnitude(read: ConfigReader, key: str, factor: float) -> float:
     """YaRN's magnitude for `key` = mscale or mscale_all_dim; 1 without it or for factor <= 1."""
     if not read.raw.get(key) or factor <= 1:
         return 1.0
     return 0.1 * read.number(key) * math.log(factor) + 1.0
 
 
-def _yarn(rope: RopeConfig, read: _Reader) -> RopeConfig:
+def _yarn(rope: RopeConfig, read: ConfigReader) -> RopeConfig:
     """Adds the fields of YaRN, computed as in transformers' `_compute_yarn_parameters`."""
     given, factor = read.raw, rope.factor
     if not given.get("truncate", True):

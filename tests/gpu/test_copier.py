@@ -17,8 +17,9 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA GPU on this machine", allow_module_level=True)
 
-from backends.engine.trtllm.block_pages import POOL, BlockPages, Move, place_of  # noqa: E402
-from backends.engine.trtllm.copier import CudaCopier, make_copier, map_pool  # noqa: E402
+from backends.engine.connected.block_pages import POOL, BlockPages, Move, place_of  # noqa: E402
+from backends.engine.connected.copier import CudaCopier, make_copier  # noqa: E402
+from backends.engine.connected.host_memory import map_pool  # noqa: E402
 from bench.connector import measure_copies  # noqa: E402
 from mooncake_store.memory.segment import Segment  # noqa: E402
 

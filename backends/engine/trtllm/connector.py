@@ -4,27 +4,22 @@
     connector_scheduler_class   MooncakeConnectorScheduler     on rank 0
     connector_worker_class      MooncakeConnectorWorker        on every rank
 
-They only translate; what they do is in scheduler.py and rank_copies.py. Both places where
-versions of TensorRT-LLM have the base classes are known (1.2.x, and 1.3.0rc14 and later); without
-tensorrt_llm this file can be imported too, and serves nobody. Small loads are ordered on the stream
-of the forward pass, so they are synchronous to TensorRT-LLM and wait on nothing but the GPU; large
-ones and saves are asynchronous, and layer hooks have nothing to do: a page is complete when all
-layers are.
+The classes translate between TensorRT-LLM and scheduler.py and ../connected/rank_copies.py. The
+base classes are in one module in 1.2.x and in another from 1.3.0rc14 on. Without tensorrt_llm this
+file can be imported, and the classes have empty bases.
 
-TensorRT-LLM asks the scheduler on rank 0 and broadcasts what it says: an exception there would
-leave the other ranks waiting for ever. So the scheduler never raises: it answers what is safe, says
-`Broken` to its worker, and sends the reason to all ranks in the next orders, where each raises.
+TensorRT-LLM calls the scheduler on rank 0 and broadcasts the result. After an exception there, the
+other ranks would wait for ever. So the scheduler never raises: it answers with what is safe, sends
+`Broken` to its worker, and puts the reason into the next orders, which every rank raises.
 
-A worker says goodbye through the channel, because TensorRT-LLM tells a connector nothing.
+A page is complete after all layers, so layer hooks do nothing.
 
-Lean output: what TensorRT-LLM builds for connectors in every step, without its copies of every
-prompt. Its KvCacheConnectorSchedulerOutputRequest reads all tokens and all pages of every request
-in every step, on every rank, to say which are new: for 64 requests of 32k tokens that is two
-million Python integers a step. It keeps a copy of them per request, and under tensor parallelism no
-request is ever forgotten. This connector needs neither tokens nor, before a page is full, pages,
-and only rank 0 reads any of it. So `install` puts these classes in the place of TensorRT-LLM's
-before it makes its connector manager, where they look as they are known to; where they do not,
-everything stays as it is, correct and slower.
+Lean output: TensorRT-LLM describes each step to connectors. Its class
+KvCacheConnectorSchedulerOutputRequest reads and copies all tokens and pages of every request on
+every rank: two million integers a step for 64 requests of 32k tokens. With tensor parallelism it
+never drops a request. This connector needs no tokens, and a page only when the page is full.
+`install` replaces these classes before TensorRT-LLM makes its connector manager, if they look as
+expected. Otherwise they stay, which is correct and slower.
 """
 
 from __future__ import annotations
@@ -35,16 +30,15 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import BlockPages, Orders, size_problems
-from backends.engine.trtllm.channel import SCHEDULER, ConnectorLink, rank_name
-from backends.engine.trtllm.copier import make_copier, map_pool
-from backends.engine.trtllm.rank_copies import RankCopies
-from backends.engine.trtllm.scheduler import StageScheduler
+from backends.engine.connected import messages as m
+from backends.engine.connected.block_pages import BlockPages, Orders, block_problems
+from backends.engine.connected.channel import SCHEDULER, ConnectorLink, rank_name
+from backends.engine.connected.rank_copies import RankCopies, register
+from backends.engine.trtllm.scheduler import TrtllmScheduler
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +53,14 @@ except ImportError:
 
 
 class SchedulerBase:
-    """In the place of TensorRT-LLM's base class where that is not installed."""
+    """Replaces TensorRT-LLM's base class where tensorrt_llm is not installed."""
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
 
 
 class WorkerBase:
-    """In the place of TensorRT-LLM's base class where that is not installed."""
+    """Replaces TensorRT-LLM's base class where tensorrt_llm is not installed."""
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -91,10 +85,10 @@ class MooncakeConnectorScheduler(SchedulerBase):
     def __init__(self, llm_args: Any) -> None:
         super().__init__(llm_args)
         site = m.Site.from_environment(dict(os.environ))
-        self._scheduler = StageScheduler(
+        self._scheduler = TrtllmScheduler(
             site.block_tokens,
             llm_args.kv_cache_config.tokens_per_block,
-            self._send,
+            lambda message: self._link.send(message),
             _salt_id(),
             aside_pages_min(site, llm_args),
         )
@@ -116,24 +110,23 @@ class MooncakeConnectorScheduler(SchedulerBase):
     def build_connector_meta(self, scheduler_output: Any) -> Orders:
         if not self._error:
             with self._never_raising():
-                if scheduler_output is None:  # some versions ask for a batch that was not prepared
+                if scheduler_output is None:  # in some releases for a batch that was not prepared
                     return self._scheduler.orders([], [])
-                return self._scheduler.orders(
-                    scheduler_output.new_requests, scheduler_output.cached_requests
-                )
+                new, cached = scheduler_output.new_requests, scheduler_output.cached_requests
+                return self._scheduler.orders(new, cached)
         return Orders([], [], [], self._error)
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         with self._never_raising():
             forget(request.request_id)
             return self._scheduler.finished(request)
-        return True  # its pages stay until every rank has done what it was told of them
+        return True  # its pages stay until every rank has finished its copies
 
     @contextlib.contextmanager
     def _never_raising(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # Catch all: every rank raises it; otherwise ranks would wait
+        except Exception as error:  # Catch all: every rank raises it with the next orders
             log.exception("the connector's scheduler failed")
             self._error = f"the connector failed on rank 0: {type(error).__name__}: {error}"
             self._link.send(m.Broken(self._error))
@@ -143,9 +136,6 @@ class MooncakeConnectorScheduler(SchedulerBase):
 
     def close(self) -> None:
         self._link.close()
-
-    def _send(self, message: m.ToWorker) -> None:
-        self._link.send(message)
 
     def _on_message(self, message: m.ToConnector) -> None:
         if isinstance(message, m.Goodbye):
@@ -168,42 +158,28 @@ class MooncakeConnectorWorker(WorkerBase):
         self._link = ConnectorLink(self._site.channel, rank_name(self._rank), self._on_message)
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
-        """Sizes are compared once, here; a difference ends the start of the worker."""
-        try:
-            self._register(kv_cache_tensor)
-        except Exception as error:  # Catch all: TensorRT-LLM's error would not name the cause
-            self._link.send(m.Broken(f"rank {self._rank}: {error}"))
-            raise
-
-    def _register(self, kv: Any) -> None:
-        site, tokens = self._site, self._tokens_per_block
-        page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
-        problems = size_problems(
-            kv.shape,
-            page_bytes,
-            tokens,
+        """Compare the sizes. A difference ends the start of the worker."""
+        kv, site, tokens, tp_size = (
+            kv_cache_tensor,
+            self._site,
+            self._tokens_per_block,
             self._tp_size,
-            site.block_tokens,
-            site.block_bytes,
-            site.is_alike,
         )
-        if problems:
-            raise ValueError("; ".join(problems))
-        pages = BlockPages.of(
-            self._rank, self._tp_size, page_bytes, tokens, site.block_tokens, site.is_alike
-        )
-        pool = map_pool(site.pool_path, site.block_bytes)
-        self._copies = RankCopies(pages, tokens, make_copier(kv, pool), self._link.send)
-        pool_pages = len(pool) // site.block_bytes
-        self._link.send(
-            m.Ready(
-                self._rank, self._tp_size, pages.rank_bytes, tokens, pool_pages, gpu_pages=len(kv)
+        with self._saying_why():
+            page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
+            sizes = (site.block_tokens, site.block_bytes, site.is_alike)
+            if problems := size_problems(kv.shape, page_bytes, tokens, tp_size, *sizes):
+                raise ValueError("; ".join(problems))
+            pages = BlockPages.of(
+                self._rank, tp_size, page_bytes, tokens, site.block_tokens, site.is_alike
             )
-        )
+            send = self._link.send
+            self._copies, ready = register(site, pages, tp_size, tokens, kv, len(kv), send)
+            send(ready)
 
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)
-        # Once only: a step without metadata of its own finds that of an earlier one still bound.
+        # Used once: in a step without metadata those of an earlier step are still bound.
         self._orders = metadata if isinstance(metadata, Orders) else None
         if self._orders is not None and self._orders.error:
             raise RuntimeError(self._orders.error)  # on every rank, in the same step
@@ -225,7 +201,7 @@ class MooncakeConnectorWorker(WorkerBase):
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[list[Any], list[Any]]:
         with self._saying_why():
             copies = self._ready_copies
             return copies.finished(finished_gen_req_ids), copies.loaded(started_loading_req_ids)
@@ -237,7 +213,7 @@ class MooncakeConnectorWorker(WorkerBase):
 
     @contextlib.contextmanager
     def _saying_why(self) -> Iterator[None]:
-        """What one rank raises leaves the others in a collective: the worker must end them all."""
+        """After an exception here the other ranks wait in a collective: the worker must end all."""
         try:
             yield
         except Exception as error:
@@ -256,15 +232,36 @@ class MooncakeConnectorWorker(WorkerBase):
             self._copies.on_message(message)
 
 
+def size_problems(
+    shape: Sequence[int],
+    page_bytes: int,
+    tokens_per_block: int,
+    tp_size: int,
+    block_tokens: int,
+    block_bytes: int,
+    is_alike: bool = False,
+) -> list[str]:
+    """Why pages of this tensor [blocks, layers, K and V, scalars] cannot make up store blocks."""
+    if len(shape) != 4:
+        return [f"KV has the shape {list(shape)}, not [blocks, layers, K and V, scalars]"]
+    if (shape[2] == 1) != is_alike:
+        kind = "latent attention (kv_factor 1)" if is_alike else "K and V of heads (kv_factor 2)"
+        return [f"KV has the shape {list(shape)}, but config.json says {kind}"]
+    pages = BlockPages.of(
+        0, tp_size, page_bytes, tokens_per_block, block_tokens, is_alike, layers=shape[1]
+    )
+    return block_problems(pages, tp_size, tokens_per_block, block_tokens, block_bytes)
+
+
 def aside_pages_min(site: m.Site, llm_args: Any) -> int:
-    """From how many pages on a load is asynchronous; 0: never."""
+    """Loads of at least so many pages are asynchronous; 0: none."""
     rank_bytes = site.block_bytes // (1 if site.is_alike else llm_args.tensor_parallel_size)
     page_bytes = rank_bytes * llm_args.kv_cache_config.tokens_per_block // site.block_tokens
     return -(-site.aside_bytes_min // page_bytes)
 
 
 def _salt_id() -> Callable[[str], int] | None:
-    """TensorRT-LLM's number for a cache salt; None where this version has no such function."""
+    """TensorRT-LLM's function from a salt to a number; None: this release has none."""
     for name in ("tensorrt_llm.inputs", "tensorrt_llm.inputs.utils"):
         try:
             found = getattr(importlib.import_module(name), "get_cache_salt_id", None)
@@ -275,29 +272,25 @@ def _salt_id() -> Callable[[str], int] | None:
     return None
 
 
-REQUEST, MANAGER = (
-    "KvCacheConnectorSchedulerOutputRequest",
-    "KvCacheConnectorSchedulerOutputManager",
-)
+REQUEST = "KvCacheConnectorSchedulerOutputRequest"
+MANAGER = "KvCacheConnectorSchedulerOutputManager"
 NEEDED = (REQUEST, MANAGER, "RequestData", "SchedulerOutput", "LlmRequestState", "mpi_rank")
 KNOWN = {
     REQUEST: ("update_and_build_data", ["self", "req", "kv_cache_manager"]),
-    MANAGER: (
-        "build_scheduler_output",
-        ["self", "scheduled_batch", "new_async_requests", "kv_cache_manager"],
-    ),
-}
+    MANAGER: ("build_scheduler_output",
+              ["self", "scheduled_batch", "new_async_requests", "kv_cache_manager"]),
+}  # fmt: skip
 _managers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget(llm_id: int) -> None:
-    """This request has ended; TensorRT-LLM itself would remember it."""
+    """Drop an ended request, which TensorRT-LLM itself keeps."""
     for manager in _managers:
         manager.requests.pop(llm_id, None)
 
 
 def install(api: ModuleType) -> bool:
-    """Into the module that has TensorRT-LLM's connector API. False: it is one we do not know."""
+    """Replace the classes of this API module. False: it does not look as expected."""
     if getattr(getattr(api, REQUEST, None), "is_lean", False):
         return True  # several ranks in one process
     if not all(hasattr(api, name) for name in NEEDED):
@@ -324,7 +317,7 @@ def lean_request(api: Any) -> type:
         pages_known = 0
 
         def update_and_build_data(self, req: Any, kv_cache_manager: Any) -> Any:
-            if type(kv_cache_manager).__name__.endswith("V2"):  # pages are in groups there
+            if type(kv_cache_manager).__name__.endswith("V2"):  # its pages are in groups
                 return super().update_and_build_data(req, kv_cache_manager)
             tokens = req.get_num_tokens(0)
             if req.state in prompt_states:
@@ -333,7 +326,7 @@ def lean_request(api: Any) -> type:
             else:
                 position, scheduled = tokens - 1, 1
             new_pages: list[int] = []
-            # A page is needed by name when it is full: long after there was no room in the last.
+            # A page's number is needed when the page is full, which is much later than this.
             if tokens > self.pages_known * kv_cache_manager.tokens_per_block:
                 new_pages = list(kv_cache_manager.get_cache_indices(req)[self.pages_known :])
                 self.pages_known += len(new_pages)
@@ -351,7 +344,7 @@ def lean_manager(api: Any) -> type:
         def build_scheduler_output(
             self, scheduled_batch: Any, new_async_requests: Any, kv_cache_manager: Any
         ) -> Any:
-            if api.mpi_rank() != 0:  # nobody asks a scheduler here
+            if api.mpi_rank() != 0:  # no scheduler needs it
                 self.external_loads = {}
                 return api.SchedulerOutput()
             return super().build_scheduler_output(

@@ -1,9 +1,9 @@
-"""TensorRT-LLM as a worker's engine: the LLM, the staging pool beside it, the channel to its KV.
+"""TensorRT-LLM as a worker's engine: the LLM, the staging pool, and the channel to its connector.
 
-Unlike the torch engine it batches by itself: a worker hands it prompts, not steps. What both have
-in common is what `ServingEngine` says: a layout, pages (here: of the staging pool) and names
-for the fingerprint. Everything that is wrong with the settings is said at once, before minutes are
-spent on weights; that the pages have the promised size is checked when the ranks report.
+TensorRT-LLM batches by itself, so a worker passes it prompts instead of steps. As a `ServingEngine`
+it has a layout, pages (here of the staging pool) and names for the fingerprint. All mistakes in the
+settings are reported at once, before the weights are loaded. The ranks report the size of their
+pages after that.
 
 Not here: the LLM's thread (llm_thread.py), the connector in its processes (connector.py).
 """
@@ -20,10 +20,14 @@ from typing import Any
 
 from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
+from backends.engine.connected import measuring
+from backends.engine.connected.channel import ChannelError, ConnectorHost, Listener
+from backends.engine.connected.generation import EngineRun, Order, Sink
+from backends.engine.connected.host_memory import PoolProblem, StagingPool
+from backends.engine.connected.messages import Site
 from backends.engine.model_config import CheckpointError
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm import llm_thread, measuring, package
-from backends.engine.trtllm.channel import ChannelError, ConnectorHost, Listener
+from backends.engine.trtllm import llm_thread, package
 from backends.engine.trtllm.kv_shape import (
     KvIdentity,
     KvShape,
@@ -32,8 +36,7 @@ from backends.engine.trtllm.kv_shape import (
     read_kv_dtype,
     read_kv_shape,
 )
-from backends.engine.trtllm.llm_thread import EngineRun, LlmThread, Order, Sink
-from backends.engine.trtllm.messages import Site
+from backends.engine.trtllm.llm_thread import LlmThread
 from backends.engine.trtllm.package import (
     choose_gpus,
     gpu_names,
@@ -44,7 +47,6 @@ from backends.engine.trtllm.package import (
 )
 from backends.engine.trtllm.sampling import Sampler, guided_refusal, llm_sampling
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig, option_problems, read_options
-from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ConfigError, InvalidRequest
 from backends.tensors import STRUCTURAL_TAG, guide_name
@@ -52,7 +54,7 @@ from mooncake_store.layout import LayerRange
 
 log = logging.getLogger(__name__)
 NAME_CHARACTERS_MAX = 16  # of a worker, in the path of its channel
-READY_S_MAX = 60.0  # after the LLM was built: its connectors have reported before
+READY_S_MAX = 60.0  # after the LLM was built; usually its connectors have reported by then
 CLOSE_S_MAX = 5.0
 
 
@@ -89,11 +91,15 @@ class TrtllmEngine:
             choose_gpus(os.environ, config.gpus)
             self._package = package.load()
             self._sampler, self._options = Sampler.of(self._package.version, options), options
-            # The fingerprint's field for all that makes one rank's pages unlike another's.
+            # The fingerprint's field for all that distinguishes the pages of engines.
             self.tp_shape = pages_description(
                 self._package.version, config, spec.dtype, options_that_reach_kv(options)
             )
-            self._pool = self._make_pool(worker_id, spec.kv_pages if self.is_connected else 1)
+            pages, run = (
+                spec.kv_pages if self.is_connected else 1,
+                Path(os.environ["MOONCAKE_SOCKETS"]),
+            )
+            self._pool = StagingPool(run.name, worker_id, pages, self.layout.block_bytes)
             self.kv_pool = self._pool.bytes
         except (ValueError, package.PackageProblem, PoolProblem) as error:
             raise ConfigError(str(error)) from error
@@ -118,15 +124,14 @@ class TrtllmEngine:
     def _checked(
         self, spec: EngineSpec, config: TrtllmConfig, folder: Path, repository: str
     ) -> tuple[KvShape, dict[str, Any], str]:
-        """What can be told before anything is started."""
+        """Checks that need no running engine."""
         found: list[str] = []
         if not package.is_installed():
             found.append(package.MISSING)
         options = read_options(config.llm_options, repository, found)
         found += option_problems(options, self.is_connected)
         try:
-            room = spec.pages_tokens
-            limit = min(spec.context_tokens_max or room, room)
+            limit = min(spec.context_tokens_max or spec.pages_tokens, spec.pages_tokens)
             shape = read_kv_shape(folder, config.tp_size, limit)
             kv_dtype = read_kv_dtype(folder, spec.kv_dtype, spec.dtype, found)
             found += _context_problems(spec, shape, folder)
@@ -137,12 +142,8 @@ class TrtllmEngine:
             raise ConfigError("\n".join(f"  - {line}" for line in found))
         return shape, options, kv_dtype
 
-    def _make_pool(self, worker_id: str, pages: int) -> StagingPool:
-        run = Path(os.environ["MOONCAKE_SOCKETS"]).name
-        return StagingPool(run, worker_id, pages, self.layout.block_bytes)
-
     def _listen(self, worker_id: str, listener: Listener) -> ConnectorHost:
-        """Before the LLM is built: its connectors report while it is."""
+        """Called before the LLM is built, because its connectors report during that time."""
         # A name that is too long for a socket's path is replaced by its hash.
         hashed = hashlib.blake2b(worker_id.encode(), digest_size=6).hexdigest()
         name = worker_id if len(worker_id) <= NAME_CHARACTERS_MAX else hashed
@@ -177,7 +178,7 @@ class TrtllmEngine:
         self._check_room(min(rank.gpu_pages for rank in ranks))
 
     def _check_room(self, pages: int) -> None:
-        """TensorRT-LLM takes fewer pages than it is told to when the GPU has no room for them."""
+        """TensorRT-LLM allocates fewer pages than asked if the GPU has no room for them."""
         promised = len(self.kv_pool) // self.layout.block_bytes * self.layout.block_tokens
         there = pages * self.config.page_tokens
         said = f"TensorRT-LLM has pages for {there} tokens on the GPU, kv_bytes promises {promised}"
@@ -187,7 +188,7 @@ class TrtllmEngine:
             log.warning("%s: requests will wait inside the engine; lower kv_bytes", said)
 
     def _reason_of(self, error: BaseException) -> str:
-        """What the connector says is wrong is more to the point than what came of it."""
+        """The reason that the connector reported, rather than its consequence."""
         if self._host is not None:
             try:
                 self._host.wait_ready(0.0)
@@ -209,7 +210,7 @@ class TrtllmEngine:
     def sampling(
         self, params: SamplingParams, position: int, tokens: int, prompt_tokens: int = 0
     ) -> Any:
-        """Raises InvalidRequest for what this release, or its sampler, does not do."""
+        """Raises InvalidRequest for what this release, or its sampler, does not support."""
         return llm_sampling(
             self._package.sampling_params,
             self._sampler,
@@ -234,10 +235,10 @@ class TrtllmEngine:
         return llm_thread.for_decode(cls, state)
 
     def import_pages(self, pages: Sequence[int]) -> None:
-        """Nothing: the connector copies them once they are staged."""
+        """Nothing: the connector loads pages after they are staged."""
 
     def export_pages(self, pages: Sequence[int]) -> None:
-        """Nothing: the connector has copied what it called saved."""
+        """Nothing: the connector has copied the pages that it reported as saved."""
 
     @property
     def stats(self) -> IterationStats:
@@ -254,12 +255,12 @@ class TrtllmEngine:
 
     @property
     def hardware(self) -> str:
-        """Whose speed the machine profile is of."""
+        """Name of the hardware in the machine profile."""
         return f"tensorrt_llm {self._package.version}, tp {self.config.tp_size}, {gpu_names()}"
 
     def close(self) -> None:
-        """The LLM first: its processes map the pool and speak to the host."""
-        with contextlib.ExitStack() as steps:  # each of them, whatever happens to another
+        """Close the LLM first: its processes use the pool and the channel."""
+        with contextlib.ExitStack() as steps:  # closes each, also after an exception
             steps.callback(self._pool.close)
             if self._host is not None:
                 steps.callback(self._host.close)

@@ -1,22 +1,16 @@
-"""What TensorRT-LLM's KV of a Hugging Face folder is: its shape, and what it depends on.
+"""The KV of TensorRT-LLM for a Hugging Face folder: its shape, and what it depends on.
 
-Both are read from config.json alone. The pool that its pages are copied to is made before the
-engine starts, so its size must be known before; when the engine is up, each rank says how big its
-pages really are and a difference is refused (engine.py). TensorRT-LLM serves many more families
-than the torch engine: what counts is that every layer has full attention with the same number of
-heads, or with a latent (DeepSeek-V3: MLA): TensorRT-LLM keeps it as one head of K alone, of
-kv_lora_rank + qk_rope_head_dim, and so every rank has the same rows. Loads neither torch nor
-tensorrt_llm.
+The shape is read from config.json, because the staging pool is made before the engine starts. The
+ranks report the real size of their pages, and a difference is refused (engine.py). Every layer must
+have full attention with the same number of heads, or a latent (DeepSeek-V3). TensorRT-LLM keeps a
+latent as one head of K alone, of kv_lora_rank + qk_rope_head_dim, on every rank.
 
-`KvIdentity` is what of a checkpoint and of an engine's options reaches KV, for the fingerprint of
-its blocks. Two engines may exchange blocks only if the same tokens give the same bytes in both.
-config.json says how they are computed (RoPE, norms, heads, activations, quantisation, what a later
-family adds), `llm_options` may say it otherwise (the attention backend has a page layout of its
-own). So the default is: it is part of the fingerprint. The lists name what is known to be harmless;
-a key that is missing there costs a cold cache or a refused worker, one too many would cost wrong
-answers.
+`KvIdentity` is for the fingerprint: engines may exchange blocks only if the same tokens give the
+same bytes in both. Every key of config.json and of `llm_options` is part of it, except those listed
+here as harmless. A key that is missing in the lists costs a cold cache or a refused worker. A key
+too many would cost wrong answers.
 
-Not here: the weights (../checkpoint.py), which settings the engine gets (package.py).
+Not here: the weights (../checkpoint.py), the arguments of the engine (package.py).
 """
 
 from __future__ import annotations
@@ -27,11 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.engine.model_config import CheckpointError, quantised_kv, read_json
+from backends.engine.model_config import CheckpointError, ConfigReader, quantised_kv, read_json
 from backends.engine.trtllm.settings import ONLY, TrtllmConfig
 from mooncake_store.layout import KvLayout
 
-# Kimi K2 says so too. Others with a latent have something beside it, or were not looked at.
+# Also the name of Kimi K2. Other families with a latent have more KV, or were not examined.
 LATENT_FAMILIES = ("DeepseekV3ForCausalLM",)
 
 
@@ -45,19 +39,17 @@ class KvShape:
     vocabulary_tokens: int
     context_tokens_max: int
     eos_token_ids: tuple[int, ...]
-    dtype: str  # that config.json says its weights are computed in; "" where it says none
+    dtype: str  # of the computation, by config.json; "" if it has none
     is_latent: bool = False  # one row of head_dim for each token of a layer: kv_heads is 1
 
     @property
     def model_id(self) -> str:
-        """Says what it is, not where it lies."""
+        """Names the model, not its folder."""
         return f"{self.architecture}-{self.layers}x{self.hidden}-v{self.vocabulary_tokens}"
 
     def layout(self, kv_dtype: str, block_tokens: int, tp_size: int) -> KvLayout:
-        """Of a block over all ranks: where there are fewer heads than ranks, each has a copy in it.
-
-        Of latents each rank has a copy too, but a block has one only.
-        """
+        """Layout of a block. With fewer heads than ranks it has a head of each rank, but a latent
+        only once."""
         if self.is_latent:
             return KvLayout(self.layers, 1, self.head_dim, kv_dtype, block_tokens, kv_factor=1)
         heads_of_rank = max(1, self.kv_heads // tp_size)
@@ -67,10 +59,7 @@ class KvShape:
 def read_kv_shape(
     checkpoint_dir: str | Path, tp_size: int = 1, context_tokens_max: int = 0
 ) -> KvShape:
-    """Of this folder, or a CheckpointError that lists all problems.
-
-    `context_tokens_max`: no request is longer; 0: as long as the model allows.
-    """
+    """Raises CheckpointError with all problems. `context_tokens_max` 0: that of the model."""
     folder = Path(checkpoint_dir)
     found: list[str] = []
     raw = read_json(folder / "config.json", found)
@@ -82,23 +71,20 @@ def read_kv_shape(
     if raw is None:
         raise CheckpointError(folder, found)
     found += _unsupported(raw, context_tokens_max)
-    heads, hidden = (
-        _positive(raw, "num_attention_heads", found),
-        _positive(raw, "hidden_size", found),
-    )
-    kv_heads = _positive(raw, "num_key_value_heads", found, heads)
-    head_dim = _positive(raw, "head_dim", found, hidden // heads or 1)
+    read = ConfigReader(raw, found)
+    heads, hidden = read.integer("num_attention_heads"), read.integer("hidden_size")
+    kv_heads = read.integer("num_key_value_heads", heads)
+    head_dim = read.integer("head_dim", hidden // heads or 1)
     if is_latent := bool(raw.get("kv_lora_rank")):
-        kv_heads = 1
-        head_dim = sum(_positive(raw, key, found) for key in ("kv_lora_rank", "qk_rope_head_dim"))
+        kv_heads, head_dim = 1, read.integer("kv_lora_rank") + read.integer("qk_rope_head_dim")
     shape = KvShape(
         architecture=str((raw.get("architectures") or ["unknown"])[0]),
-        layers=_positive(raw, "num_hidden_layers", found),
+        layers=read.integer("num_hidden_layers"),
         hidden=hidden,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocabulary_tokens=_positive(raw, "vocab_size", found),
-        context_tokens_max=_positive(raw, "max_position_embeddings", found),
+        vocabulary_tokens=read.integer("vocab_size"),
+        context_tokens_max=read.integer("max_position_embeddings"),
         eos_token_ids=_eos_token_ids(raw, generation),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or ""),
         is_latent=is_latent,
@@ -112,23 +98,8 @@ def read_kv_shape(
     return shape
 
 
-def _positive(
-    raw: Mapping[str, Any], key: str, found: list[str], default: int | None = None
-) -> int:
-    value = raw.get(key)
-    if value is None and default is not None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        found.append(f"config.json: {key} must be a positive integer, is {value!r}")
-        return 1
-    return value
-
-
 def read_kv_dtype(folder: Path, asked: str, dtype: str, found: list[str]) -> str:
-    """What the engine will keep KV in; `asked` is the parameter kv_dtype.
-
-    By itself TensorRT-LLM quantises KV where the checkpoint says so, as NVIDIA's FP8 ones do.
-    """
+    """The dtype of KV; `asked` is kv_dtype. With auto a quantised checkpoint decides, if any."""
     if asked == "auto":
         asked = quantised_kv(folder) or "auto"
     if asked in ("auto", "none", dtype):
@@ -144,7 +115,7 @@ def read_kv_dtype(folder: Path, asked: str, dtype: str, found: list[str]) -> str
 
 
 def _foreign(folder: Path, raw: Mapping[str, Any]) -> str:
-    """What older deployments of TensorRT-LLM have instead of a Hugging Face folder."""
+    """Recognises the folders of older deployments of TensorRT-LLM."""
     use = "set checkpoint to the Hugging Face folder that it was made of"
     if "build_config" in raw or any(folder.glob("rank*.engine")):
         return (
@@ -157,7 +128,7 @@ def _foreign(folder: Path, raw: Mapping[str, Any]) -> str:
 
 
 def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[str]:
-    """KV that is not one page of equal layers for each token position."""
+    """Problems with KV that is not one page of equal layers for each token."""
     families = raw.get("architectures") or ["unknown"]
     if raw.get("kv_lora_rank") and families[0] not in LATENT_FAMILIES:
         yield (
@@ -170,7 +141,7 @@ def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[st
     limits = [raw.get("max_position_embeddings"), context_tokens_max or None]
     context = min((each for each in limits if isinstance(each, int)), default=0)
     is_windowed = isinstance(window, int) and raw.get("use_sliding_window", True)
-    is_narrow = is_windowed and window < context  # else nothing ever leaves it
+    is_narrow = is_windowed and window < context  # otherwise no token leaves the window
     if is_narrow:
         yield (
             f"config.json: sliding_window is {window}, less than the context of {context} tokens: "
@@ -190,100 +161,68 @@ def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tup
     return tuple(token_id for token_id in values if isinstance(token_id, int))
 
 
-HARMLESS_KEYS = frozenset(
-    {
-        "_name_or_path",
-        "transformers_version",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "use_cache",
-        "initializer_range",
-        "attention_dropout",
-    }
-)
+HARMLESS_KEYS = frozenset({
+    "_name_or_path", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id",
+    "use_cache", "initializer_range", "attention_dropout",
+})  # fmt: skip
 
-# Of llm_options: when a step runs and what is counted, drawn or shown; never what it computes.
-HARMLESS_OPTIONS = frozenset(
-    {
-        "cuda_graph_config",
-        "disable_overlap_scheduler",
-        "enable_chunked_prefill",
-        "sampler_type",
-        "enable_iter_perf_stats",
-        "enable_iter_req_stats",
-        "iter_stats_max_iterations",
-        "request_stats_max_iterations",
-        "return_perf_metrics",
-        "print_iter_log",
-        "stream_interval",
-        "batch_wait_timeout_ms",
-        "batch_wait_timeout_iters",
-        "scheduler_config",
-        "kv_cache_config.event_buffer_max_size",
-    }
-)
+# Options that decide when a step runs, or what is counted, drawn or shown; not what is computed.
+HARMLESS_OPTIONS = frozenset({
+    "cuda_graph_config", "disable_overlap_scheduler", "enable_chunked_prefill", "sampler_type",
+    "enable_iter_perf_stats", "enable_iter_req_stats", "iter_stats_max_iterations",
+    "request_stats_max_iterations", "return_perf_metrics", "print_iter_log", "stream_interval",
+    "batch_wait_timeout_ms", "batch_wait_timeout_iters", "scheduler_config",
+    "kv_cache_config.event_buffer_max_size",
+})  # fmt: skip
 
-# Beside config.json, where a checkpoint has them: which tensors are quantised, KV among them.
+# Optional files with the quantisation of tensors, KV among them.
 QUANTISATION_FILES = ("hf_quant_config.json", "quant_cfg.json", "dtypes.json")
 
 
 @dataclass(frozen=True, slots=True)
 class KvIdentity:
-    """How the weights are used; its repr is hashed together with them."""
+    """How the weights are used; its repr is hashed with them."""
 
     config: str
     quantisation: str
 
     @classmethod
     def of_folder(cls, folder: Path) -> KvIdentity:
-        """Of a folder that read_kv_shape could read."""
+        """`folder` was read by read_kv_shape before."""
         config = read_json(folder / "config.json", [])
-        beside = {
-            name: read_json(folder / name, [])
-            for name in QUANTISATION_FILES
-            if (folder / name).exists()
-        }
+        there = [name for name in QUANTISATION_FILES if (folder / name).exists()]
+        beside = {name: read_json(folder / name, []) for name in there}
         return cls(canonical(without_harmless_keys(config or {})), canonical(beside))
 
 
 def without_harmless_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {
-            key: without_harmless_keys(inner)
-            for key, inner in value.items()
-            if key not in HARMLESS_KEYS
-        }
+        kept = {key: inner for key, inner in value.items() if key not in HARMLESS_KEYS}
+        return {key: without_harmless_keys(inner) for key, inner in kept.items()}
     if isinstance(value, list):
         return [without_harmless_keys(inner) for inner in value]
     return value
 
 
 def options_that_reach_kv(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `llm_options`, objects flattened by one level as in `kv_cache_config.dtype`.
+    """`llm_options` for the fingerprint; objects are flattened, as in `kv_cache_config.dtype`.
 
-    What is fixed where there is a connector (settings.ONLY) is the same in every engine that has
-    blocks to exchange, whether it is said or not.
+    Options that have only one allowed value (settings.ONLY) are equal in all engines.
     """
+    left_out = HARMLESS_OPTIONS | ONLY.keys()
     found: dict[str, Any] = {}
     for name, value in options.items():
-        if name in HARMLESS_OPTIONS or name in ONLY:
-            continue
-        if isinstance(value, Mapping):
-            found |= {
-                f"{name}.{key}": inner
-                for key, inner in value.items()
-                if f"{name}.{key}" not in HARMLESS_OPTIONS and f"{name}.{key}" not in ONLY
-            }
+        if name not in left_out and isinstance(value, Mapping):
+            found |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
             found[name] = value
-    return found
+    return {name: value for name, value in found.items() if name not in left_out}
 
 
 def pages_description(
     version: str, config: TrtllmConfig, dtype: str, reaching: Mapping[str, Any]
 ) -> str:
-    """What makes one engine's pages different from another's, readable in a refusal."""
+    """All that distinguishes the pages of engines, as text for a refusal."""
     parts = ["tensorrt_llm", version, f"tp{config.tp_size}", f"page{config.page_tokens}", dtype]
     if config.handoff == "native":
         parts.append("native")
@@ -293,5 +232,5 @@ def pages_description(
 
 
 def canonical(value: Any) -> str:
-    """The same text for the same JSON value."""
+    """The same text for equal JSON values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))

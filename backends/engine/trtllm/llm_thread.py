@@ -1,15 +1,14 @@
 """tensorrt_llm.LLM in a thread of its own, with the event loop that its results need.
 
-A result belongs to the loop in which it was asked for, so everything that touches the LLM happens
-in this thread; other threads hand over orders and hear of tokens through a `Sink`, which is called
-in this thread and must return soon.
+A result belongs to the loop in which it was requested, so only this thread uses the LLM. It calls
+the sinks of all generations.
 
-TensorRT-LLM's own hand-over (`handoff: native`) is what a context-only request leaves for a
-generation-only one. KV goes from GPU to GPU by its cache transceiver; what goes through us is the
-description of where it lies (`DisaggregatedParams`), as bytes in the replies and requests of
-workers. Fields that a release does not know are left out, what is not plain data stays behind.
+With `handoff: native` TensorRT-LLM's cache transceiver sends KV from GPU to GPU. A context-only
+request ends with `DisaggregatedParams`, a description of where its KV is. The workers pass the
+description as bytes to the generation-only request on the decode engine. Fields that a release
+does not have are left out, and so are values that are not plain data.
 
-Not here: what the LLM is made of (engine.py), which request runs when (the workers).
+Not here: the arguments of the LLM (engine.py), the order of requests (the workers).
 """
 
 from __future__ import annotations
@@ -20,57 +19,28 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
+from backends.engine.connected.generation import Order, Outcome, Sink
 from backends.engine.trtllm.package import accepted, only_accepted
 from backends.engine.trtllm.stats import NONE, IterationStats
 from backends.errors import InvalidRequest, WorkerUnavailable
 
 log = logging.getLogger(__name__)
-STATS_TIMEOUT_S = 0.5  # how long one question waits for an iteration that has not happened yet
+STATS_TIMEOUT_S = 0.5  # one call waits so long for the next step
 STATS_PERIOD_S = 0.2
 SHUTDOWN_S_MAX = 20.0
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a generation ended. finish_reason: stop | length | cancelled | timeout."""
+class LlmRun:
+    """An ordered generation. Its `abort` reaches the engine with the first token, not before.
 
-    finish_reason: str = ""
-    error: Exception | None = None
-    native: bytes = b""  # of a context-only request: what the decode engine needs (for_decode)
-
-
-class Sink(Protocol):
-    """Hears of one generation, in the LLM's thread."""
-
-    def tokens(self, token_ids: list[int]) -> None: ...
-    def ended(self, outcome: Outcome) -> None:
-        """Called once, after the last tokens, whatever happened."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What to generate. `sampling` is a tensorrt_llm.SamplingParams."""
-
-    token_ids: Sequence[int]
-    sampling: Any
-    cache_salt: str = ""
-    is_streaming: bool = True
-    disaggregated_params: Any = None
-
-
-class EngineRun:
-    """A generation that was ordered; `abort` may be called from any thread, also too late.
-
-    Older releases (1.2.x among them) keep all of a cancelled prompt's pages for reuse, also those
-    that were not computed yet (upstream's PR 12673): the next prompt with that prefix would get a
-    wrong answer. And pages that are being loaded must not be given back. So the engine hears of an
-    abort when it has computed the prompt, that is with the first token.
+    Older releases (1.2.x among them) keep all pages of a cancelled prompt for reuse, also pages
+    that were not computed (upstream's PR 12673). The next prompt with that prefix would get a wrong
+    answer. Pages that are being loaded must not be freed either.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -80,17 +50,16 @@ class EngineRun:
         self.is_aborted = False
 
     def abort(self) -> None:
+        """From any thread; the other methods run in the LLM's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
             self._loop.call_soon_threadsafe(self.abort_here)
 
     def abort_here(self) -> None:
-        """In the LLM's thread."""
         if not self.is_aborted:
             self.is_aborted = True
             self._abort_if_computed()
 
     def got_tokens(self) -> None:
-        """In the LLM's thread."""
         if not self._has_tokens:
             self._has_tokens = True
             if self.is_aborted:
@@ -101,22 +70,16 @@ class EngineRun:
             self.result.abort()
 
 
-async def _nothing() -> AsyncIterator[Any]:
-    """No statistics."""
-    return
-    yield
-
-
 class LlmThread:
     def __init__(
         self, build: Callable[[], Any], on_stats: Callable[[IterationStats], None]
     ) -> None:
-        """Raises what `build` raises. It runs in a thread beside the loop: it takes minutes."""
+        """Raises what `build` raises. `build` takes minutes and runs in a thread of its own."""
         self._build = build
         self._on_stats = on_stats
         self._llm: Any = None
         self.stats = NONE
-        self.is_healthy = True  # as far as it says
+        self.is_healthy = True  # False: tensorrt_llm has reported that its processes failed
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
@@ -132,9 +95,9 @@ class LlmThread:
         """Generations that have not ended yet."""
         return len(self._tasks)
 
-    def generate(self, order: Order, sink: Sink) -> EngineRun:
-        """Never blocks; everything else comes through the sink."""
-        running = EngineRun(self._loop)
+    def generate(self, order: Order, sink: Sink) -> LlmRun:
+        """Never blocks. The sink gets the tokens and the end."""
+        running = LlmRun(self._loop)
         try:
             self._loop.call_soon_threadsafe(self._begin, order, sink, running)
         except RuntimeError as error:
@@ -142,16 +105,16 @@ class LlmThread:
         return running
 
     def soon(self, action: Callable[[], None]) -> None:
-        """Run `action` in this thread after what it does now. Only from within this thread."""
+        """Run `action` later in this thread. Only this thread may call it."""
         self._loop.call_soon(action)
 
     def post(self, action: Callable[[], None]) -> None:
-        """As `soon`, from any thread. After the end of this thread nothing runs."""
+        """As `soon`, from any thread. After the end of this thread `action` is dropped."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(action)
 
     def close(self, timeout_s: float) -> None:
-        """Abort what runs, wait for it for so long, end the LLM and this thread."""
+        """Wait `timeout_s` for running generations, then end the LLM and this thread."""
         if not self._thread.is_alive():
             return
         try:
@@ -167,12 +130,12 @@ class LlmThread:
         self._llm = await self._loop.run_in_executor(None, self._build)
         self._stats_task = self._loop.create_task(self._watch_stats())
 
-    def _begin(self, order: Order, sink: Sink, running: EngineRun) -> None:
+    def _begin(self, order: Order, sink: Sink, running: LlmRun) -> None:
         task = self._loop.create_task(self._run(order, sink, running))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, order: Order, sink: Sink, running: EngineRun) -> None:
+    async def _run(self, order: Order, sink: Sink, running: LlmRun) -> None:
         try:
             outcome = await self._generate(order, sink, running)
         except asyncio.CancelledError:
@@ -187,14 +150,12 @@ class LlmThread:
         except Exception:  # Catch all: as above
             log.exception("the end of a generation was not taken")
 
-    async def _generate(self, order: Order, sink: Sink, running: EngineRun) -> Outcome:
+    async def _generate(self, order: Order, sink: Sink, running: LlmRun) -> Outcome:
         if running.is_aborted:
             return Outcome("cancelled")
-        needed: dict[str, Any] = {}  # without the salt tenants would share the engine's own pages
-        if order.cache_salt:
-            needed["cache_salt"] = order.cache_salt
-        if order.disaggregated_params is not None:
-            needed["disaggregated_params"] = order.disaggregated_params
+        # Without the salt, tenants would share the engine's pages.
+        asked = {"cache_salt": order.cache_salt, "disaggregated_params": order.disaggregated_params}
+        needed = {name: value for name, value in asked.items() if value}
         generate = self._llm.generate_async
         known = accepted(generate)
         if known is not None and (missing := needed.keys() - known):
@@ -223,22 +184,24 @@ class LlmThread:
         ask = getattr(self._llm, "get_stats_async", None)
         while True:
             try:
-                async for raw in ask(STATS_TIMEOUT_S) if ask is not None else _nothing():
-                    self.stats = IterationStats.of(json.loads(raw) if isinstance(raw, str) else raw)
-                    self._on_stats(self.stats)
+                if ask is not None:
+                    async for raw in ask(STATS_TIMEOUT_S):
+                        stats = json.loads(raw) if isinstance(raw, str) else raw
+                        self.stats = IterationStats.of(stats)
+                        self._on_stats(self.stats)
             except Exception as error:  # Catch all: metrics must not end the engine
                 log.debug("no statistics: %s", error)
             self._look_after()
             await asyncio.sleep(STATS_PERIOD_S)
 
     def _look_after(self) -> None:
-        """Releases that know whether their processes live say so by what their own server asks."""
+        """Some releases have a check of their processes, for their own server."""
         check = getattr(self._llm, "_check_health", None)
         try:
             if check is not None and check() is False:
                 self.is_healthy = False
         except Exception as error:  # Catch all: a private method of TensorRT-LLM may fail
-            log.debug("tensorrt_llm does not say how it is: %s", error)
+            log.debug("tensorrt_llm cannot check its processes: %s", error)
 
     async def _close(self, timeout_s: float) -> None:
         self._stats_task.cancel()
@@ -260,20 +223,15 @@ class LlmThread:
 
 
 FIELDS = (
-    "first_gen_tokens",
-    "ctx_request_id",
-    "opaque_state",
-    "draft_tokens",
-    "disagg_request_id",
-    "ctx_dp_rank",
-    "ctx_info_endpoint",
-)
+    "first_gen_tokens", "ctx_request_id", "opaque_state", "draft_tokens", "disagg_request_id",
+    "ctx_dp_rank", "ctx_info_endpoint",
+)  # fmt: skip
 CONTEXT_ONLY, GENERATION_ONLY = "context_only", "generation_only"
 
 
 def for_prefill(cls: Any, request_id: str) -> Any:
-    """`cls` is tensorrt_llm.DisaggregatedParams. The Python transceiver needs a number of its own
-    for each request; the others do not look at it."""
+    """`cls` is tensorrt_llm.DisaggregatedParams. The Python transceiver needs a unique number for
+    each request; other transceivers ignore it."""
     digest = hashlib.blake2b(request_id.encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 2  # it must fit into a signed 64-bit integer
     welcome = only_accepted(cls, {"disagg_request_id": number})
@@ -281,7 +239,7 @@ def for_prefill(cls: Any, request_id: str) -> Any:
 
 
 def packed(result: Any) -> bytes:
-    """Of a context-only result; b"" of any other."""
+    """The description of a context-only result; b"" for any other result."""
     params = getattr(result.outputs[0], "disaggregated_params", None) or getattr(
         result, "disaggregated_params", None
     )

@@ -1,21 +1,17 @@
-"""The package tensorrt_llm, imported when a worker asks for it and not before.
+"""The package tensorrt_llm, the environment of its processes, and the arguments of its LLM.
 
-Importing it loads CUDA, starts MPI and takes seconds; on most machines it is not there at all. So
-no other file of the worker's side imports it, and `load` says in words what to do without it.
+On the worker's side only this file imports tensorrt_llm, and only for a worker of this engine. The
+import loads CUDA, starts MPI and takes seconds. Most machines do not have the package.
 
-Its processes get an environment without leftovers of MPI and with the right GPUs, and start in
-turn. Triton's stub may itself have been started under MPI; an engine that inherits its rank and its
-world would wait for peers that are not there. Variables that tune MPI (OMPI_MCA_*) are kept, but
-for those that name the inherited job.
+Triton's stub may have been started under MPI. An engine that inherits its rank and world would wait
+for other processes for ever, so these variables are removed. Variables that tune MPI stay.
 
-`llm_arguments` are the keywords of tensorrt_llm.LLM for a prefill or a decode worker. Prefill
-computes one step after the other and has no use for CUDA graphs or for scheduling the next step
-early; decode keeps TensorRT-LLM's defaults for both (loads are whole pages before the forward pass,
-so no hook has to fire inside a graph). Page reuse inside the engine stays on, since the connector
-is only asked with it; partial pages are never reused.
+Prefill computes steps one after the other, without CUDA graphs and without the overlap scheduler.
+Decode keeps TensorRT-LLM's defaults. The engine's prefix cache stays on, because TensorRT-LLM asks
+connectors only with it; partial pages are never reused.
 
-Not here: the connector's own imports, which happen in other processes (connector.py), what may be
-set (settings.py), the model's shape (kv_shape.py).
+Not here: the imports of the connector (connector.py), the settings (settings.py), the shape of the
+model (kv_shape.py).
 """
 
 from __future__ import annotations
@@ -49,11 +45,11 @@ SCHEDULER_CLASS, WORKER_CLASS = "MooncakeConnectorScheduler", "MooncakeConnector
 
 
 class PackageProblem(Exception):
-    """tensorrt_llm is not there, or is not one that this project can use."""
+    """tensorrt_llm is missing, or this project cannot use it."""
 
 
 def honour_python_path() -> None:
-    """Triton's stub starts Python isolated from PYTHONPATH; processes that it starts are not."""
+    """Triton's stub ignores PYTHONPATH; the processes that it starts do not."""
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if folder and folder not in sys.path:
             sys.path.append(folder)
@@ -68,9 +64,9 @@ def is_installed() -> bool:
 
 
 def accepted(call: Callable[..., Any]) -> frozenset[str] | None:
-    """The keywords that `call` takes; None: any. Signatures changed between releases."""
+    """The keywords that `call` of this release takes; None: any."""
     fields = getattr(call, "model_fields", None)
-    if isinstance(fields, Mapping):  # a pydantic model: its signature says nothing of aliases
+    if isinstance(fields, Mapping):  # a pydantic model; its signature lacks aliases
         return frozenset(fields)
     parameters = inspect.signature(call).parameters.values()
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
@@ -79,7 +75,7 @@ def accepted(call: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def only_accepted(call: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `keywords` that `call` knows. For keywords that are welcome, not needed."""
+    """The optional keywords that `call` takes."""
     known = accepted(call)
     return {name: value for name, value in keywords.items() if known is None or name in known}
 
@@ -97,7 +93,7 @@ class Package:
     llm_args: ModuleType
 
     def config(self, name: str, **keywords: Any) -> Any:
-        """An object of this configuration class, with the keywords that this release knows."""
+        """An object of this configuration class, with the keywords that this release has."""
         cls = self._class(name)
         return cls(**only_accepted(cls, keywords))
 
@@ -109,7 +105,7 @@ class Package:
             raise InvalidRequest(f"{guide_name(kind)}: {problem}") from None
 
     def unknown(self, name: str, keywords: Iterable[str]) -> list[str]:
-        """Those of `keywords` that this configuration class does not have."""
+        """Keywords that this configuration class does not have."""
         known = accepted(self._class(name))
         return [] if known is None else sorted(set(keywords) - known)
 
@@ -121,7 +117,7 @@ class Package:
 
 
 def load() -> Package:
-    """Import it; PackageProblem, in words, when it cannot be used."""
+    """Raises PackageProblem."""
     if not is_installed():
         raise PackageProblem(MISSING)
     try:
@@ -149,32 +145,22 @@ def load() -> Package:
     )
 
 
-LEFTOVER_NAMES = frozenset({"OMPI_UNIVERSE_SIZE"})
 LEFTOVER_PREFIXES = (
-    "OMPI_COMM_WORLD_",
-    "PMIX_",
-    "PMI_",
-    "OMPI_MCA_orte_",
-    "ORTE_",
+    "OMPI_UNIVERSE_SIZE", "OMPI_COMM_WORLD_", "PMIX_", "PMI_", "OMPI_MCA_orte_", "ORTE_",
     "OMPI_MCA_ess_",
-)
+)  # fmt: skip
 
 
 def remove_mpi_leftovers(environment: MutableMapping[str, str]) -> list[str]:
     """Returns the names that were removed."""
-    leftover = sorted(
-        name for name in environment if name in LEFTOVER_NAMES or name.startswith(LEFTOVER_PREFIXES)
-    )
+    leftover = sorted(name for name in environment if name.startswith(LEFTOVER_PREFIXES))
     for name in leftover:
         del environment[name]
     return leftover
 
 
 def choose_gpus(environment: MutableMapping[str, str], gpus: str) -> None:
-    """Let the engine, and the processes that it starts, see these CUDA devices only.
-
-    Numbers are those of the devices that this process sees itself.
-    """
+    """Restrict the engine's processes to these CUDA devices, numbered as this process sees them."""
     if not gpus:
         return
     wanted = [int(device) for device in gpus.split(",")]
@@ -191,35 +177,32 @@ def choose_gpus(environment: MutableMapping[str, str], gpus: str) -> None:
 
 @contextlib.contextmanager
 def turn_to_start(folder: Path, visible: str) -> Iterator[None]:
-    """One engine after the other on each GPU: an engine measures how much memory is free, and one
-    that loads its weights meanwhile takes from what it has counted on. `visible` as in
-    CUDA_VISIBLE_DEVICES; empty: whatever there is, and then one turn for all."""
+    """Start engines on a GPU one after the other, because an engine measures the free memory before
+    it allocates. `visible` as in CUDA_VISIBLE_DEVICES; empty: one lock for all devices."""
     devices = sorted(name for name in visible.split(",") if name) or ["any"]
-    with contextlib.ExitStack() as held:  # in one order everywhere, so that nobody waits in a ring
+    with contextlib.ExitStack() as held:  # locked in one order, so without deadlock
         for device in devices:
             file = held.enter_context((folder / f"gpu-{device}.lock").open("a"))
-            fcntl.flock(file, fcntl.LOCK_EX)  # gone with this process, whatever happens to it
+            fcntl.flock(file, fcntl.LOCK_EX)  # ends with this process
         yield
 
 
 def gpu_names() -> str:
-    """The models of this machine's NVIDIA GPUs, as the driver says; "" without one."""
-    names = set()
-    for path in Path("/proc/driver/nvidia/gpus").glob("*/information"):
-        for line in path.read_text("utf-8").splitlines():
-            if line.startswith("Model:"):
-                names.add(line.partition(":")[2].strip())
-    return ", ".join(sorted(names))
+    """The models of this machine's NVIDIA GPUs, by the driver; "" if there are none."""
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    lines = [line for path in files for line in path.read_text("utf-8").splitlines()]
+    models = {line.partition(":")[2].strip() for line in lines if line.startswith("Model:")}
+    return ", ".join(sorted(models))
 
 
 PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}
 OBJECT_CLASSES = dict(zip(OBJECTS, ("KvCacheConfig", "SchedulerConfig"), strict=True))
-PREFILL_BATCH_MAX = 64  # prompts that may share a step; chunk_tokens bounds their tokens
-DECODE_STEP_TOKENS_MIN = 2048  # ends of prompts that join a step; the rest waits for the next one
+PREFILL_BATCH_MAX = 64  # prompts in a step; chunk_tokens bounds their tokens
+DECODE_STEP_TOKENS_MIN = 2048  # a step computes the last tokens of so many prompts
 
 
 def is_connected(config: TrtllmConfig, role: str) -> bool:
-    """Does KV of this worker's engine come from and go to the store?"""
+    """True if the engine's KV comes from and goes to the store."""
     return role == "prefill" or config.has_connector_at_decode
 
 
@@ -232,7 +215,7 @@ def llm_arguments(
     options: Mapping[str, Any],
     checkpoint_dtype: str,
 ) -> dict[str, Any]:
-    """Raises PackageProblem for what this release does not know."""
+    """Raises PackageProblem for an option that this release does not have."""
     rest, batch = dict(options), _batch(spec)
     unknown = [
         f"{option}.{key}"
@@ -241,7 +224,7 @@ def llm_arguments(
     ]
     arguments: dict[str, Any] = {
         "model": str(folder),
-        # Tokens in, tokens out: text is the workers'. Only a grammar wants the vocabulary.
+        # Workers convert text. The engine needs the vocabulary for grammars only.
         "skip_tokenizer_init": not options.get(GUIDED_BACKEND),
         "tensor_parallel_size": config.tp_size,
         "dtype": spec.dtype,
@@ -252,14 +235,8 @@ def llm_arguments(
         "kv_cache_config": _kv_cache(package, spec, config, batch, rest.pop("kv_cache_config", {})),
         "scheduler_config": package.config(
             "SchedulerConfig",
-            **{
-                "capacity_scheduler_policy": _guaranteed(package),
-                **{
-                    name: value
-                    for name, value in rest.pop("scheduler_config", {}).items()
-                    if name != "capacity_scheduler_policy"
-                },
-            },
+            **rest.pop("scheduler_config", {})
+            | {"capacity_scheduler_policy": _guaranteed(package)},
         ),
     }
     if is_connected(config, spec.role):
@@ -301,10 +278,10 @@ def _kv_cache(
             "enable_partial_reuse": False,
             "tokens_per_block": config.page_tokens,
             **({} if spec.kv_dtype == "auto" else {"dtype": spec.kv_dtype}),
-            # A page more for each request: the step that is scheduled early needs a place.
+            # One page more for each request, for the step that is scheduled early.
             "max_tokens": spec.pages_tokens + batch["max_batch_size"] * config.page_tokens,
             "free_gpu_memory_fraction": config.gpu_memory_fraction,
-            # Each is left out where a release does not know it; defaults have changed.
+            # Explicit, because defaults have changed between releases.
             **(PAGES_OF_ITS_OWN if is_connected(config, spec.role) else {}),
             **options,
         },
@@ -314,8 +291,8 @@ def _kv_cache(
 def _asked_dtype(
     package: Package, dtype: str, checkpoint_dtype: str, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`dtype` is read by the builder of TensorRT engines only: the PyTorch flow computes in what
-    the checkpoint's config says, unless it is told otherwise so."""
+    """Only the builder of TensorRT engines reads `dtype`. The PyTorch flow takes the dtype of the
+    checkpoint's config, unless model_kwargs override it."""
     if package.llm_fields is not None and "model_kwargs" not in package.llm_fields:
         raise PackageProblem(
             f"dtype is {dtype}, the checkpoint computes in {checkpoint_dtype or '?'}, and "
@@ -326,7 +303,7 @@ def _asked_dtype(
 
 
 def _batch(spec: EngineSpec) -> dict[str, Any]:
-    """What one step may compute, and how steps follow each other."""
+    """The limits of a step, and how steps follow each other."""
     if spec.role == "prefill":
         return {
             "max_batch_size": min(PREFILL_BATCH_MAX, spec.requests_max),

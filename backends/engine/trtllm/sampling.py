@@ -1,24 +1,20 @@
-"""Our sampling parameters in TensorRT-LLM's words.
+"""Sampling parameters for TensorRT-LLM, and what the sampler of a release supports.
 
-Where a token is drawn by its own sampler the draws are its own too, and not the torch engine's;
-whether the same request gives the same answer again depends on the sampler. Greedy tokens are the
-model's. What its sampler would ignore is refused.
-`stop_words` are not passed on: they are matched on text, as for every engine.
-
-TensorRT-LLM's SamplingParams takes every parameter in every release; the sampler that draws may
-ignore some without a word. Which ones, as upstream's sources and pull requests say:
+TensorRT-LLM's sampler draws tokens by itself, so sampled tokens differ from the torch engine's. Its
+SamplingParams takes every parameter in every release, but a sampler may ignore some, by upstream's
+sources and pull requests:
 
     TorchSampler (the default)   penalties: ignored before PR 16485, min_p: before 16590 (July 2026;
                                  in 1.3.0rc24, in no 1.2.x)
-                                 seed: ignored before 17172 (August 2026), and since then heeded for
+                                 seed: ignored before 17172 (August 2026), and since then used for
                                  the first request of a batch only: its kernels take one seed a call
                                  (_SeedManager's own warning; flashinfer issue 2345)
-    TRTLLMSampler                heeds them all: DecodingMode.TopKTopP has kUsePenalties and
-                                 kUseMinP, and draws have a state of their own for each request;
+    TRTLLMSampler                uses all of them: DecodingMode.TopKTopP has kUsePenalties and
+                                 kUseMinP, and each request has a random state of its own;
                                  `sampler_type`, until it was removed (1.3.0rc25 or rc26)
 
-So what would be ignored is refused by name, with the release and the remedy. A seed of 0 is the
-default of our protocol and asks for nothing. Pure.
+An ignored parameter is refused by name, with the release and the remedy. A seed of 0 is the default
+of our protocol and requests nothing. `stop_words` are matched on text, as for every engine. Pure.
 
 Not here: the limits (../sampling_params.py).
 """
@@ -35,8 +31,8 @@ from backends.engine.trtllm.package import accepted
 from backends.engine.trtllm.settings import GUIDED_BACKEND
 from backends.errors import InvalidRequest
 
-GOLDEN = 0x9E3779B97F4A7C15  # spreads positions over all seeds
-NEVER = -1  # an end id that no token has
+GOLDEN = 0x9E3779B97F4A7C15  # distributes positions over all seeds
+NEVER = -1  # the id of no token
 
 
 def llm_sampling(
@@ -48,11 +44,11 @@ def llm_sampling(
     prompt_tokens: int,
     guided: Any = None,
 ) -> Any:
-    """`cls` (tensorrt_llm.SamplingParams) for the next `tokens` tokens after `position` of them.
+    """`cls` (tensorrt_llm.SamplingParams) for `tokens` tokens after `position` generated ones.
 
-    Each worker draws from a seed of its own position: with one seed for both, prefill's token and
-    decode's first would be drawn by the same random number. What was generated before comes to an
-    engine as part of its prompt: presence and frequency count from behind the client's own prompt.
+    The seed depends on the position. Otherwise the tokens of prefill and the first of decode would
+    be drawn by the same random number. An engine gets generated tokens as part of its prompt, so
+    presence and frequency count after the client's own prompt.
     """
     if refusal := sampler.refusal(params):
         raise InvalidRequest(refusal)
@@ -70,27 +66,23 @@ def llm_sampling(
         "pad_id": params.end_ids[0] if params.end_ids else 0,
         "detokenize": False,
     }
-    wanted: dict[str, Any] = {}  # what would be wrong to leave out
+    wanted: dict[str, Any] = {}  # must not be left out
     if not params.end_ids:
         wanted["ignore_eos"] = True
     if len(params.end_ids) > 1:
         wanted["stop_token_ids"] = list(params.end_ids[1:])
-        wanted["include_stop_str_in_output"] = True  # the end token is part of our answers
+        wanted["include_stop_str_in_output"] = True  # our answers include the end token
     if params.min_tokens > position:
         wanted["min_tokens"] = min(params.min_tokens - position, tokens)
-    for name, neutral in (
-        ("repetition_penalty", 1.0),
-        ("presence_penalty", 0.0),
-        ("frequency_penalty", 0.0),
-    ):
-        if getattr(params, name) != neutral:
+    for name in PENALTIES:
+        if getattr(params, name) != NEUTRAL[name]:
             wanted[name] = getattr(params, name)
     if guided is not None:
         wanted["guided_decoding"] = guided
     if params.presence_penalty or params.frequency_penalty:
         wanted["prompt_ignore_length"] = prompt_tokens
     if params.is_greedy:
-        wanted["top_k"] = 1  # what nothing at all means differs between releases
+        wanted["top_k"] = 1  # the default differs between releases
     else:
         wanted["temperature"] = params.temperature
         wanted["top_k"] = params.top_k
@@ -108,11 +100,11 @@ def llm_sampling(
 
 
 def guided_refusal(options: Mapping[str, Any], handoff: str, position: int) -> str:
-    """Why an answer cannot be held to a grammar there, after the input's name; or nothing.
+    """Why an answer cannot follow a grammar, as text after the input's name, or an empty string.
 
-    TensorRT-LLM's grammar begins with the generation of its own request. The first token of an
-    answer reaches a decode engine as generated only where the engines hand over by themselves;
-    through the store it comes as the end of a prompt, as do the tokens that a lost attempt left.
+    TensorRT-LLM's grammar begins with the first generated token of its request. A decode engine
+    gets the first token of an answer as a generated one only with native hand-over. Otherwise it is
+    the end of the prompt, like the tokens of a lost attempt.
     """
     if not options.get(GUIDED_BACKEND):
         return f"needs {GUIDED_BACKEND} in llm_options of the workers"
@@ -124,35 +116,26 @@ def guided_refusal(options: Mapping[str, Any], handoff: str, position: int) -> s
 
 
 HEEDS_ALL = "TRTLLMSampler"
-Release = tuple[int, int, int, float]  # the last: of which candidate; a final release is infinite
+Release = tuple[int, int, int, float]  # the last: number of the candidate; FINAL: none
 FINAL = float("inf")
 UNKNOWN: Release = (0, 0, 0, 0.0)
-HEEDED_SINCE: dict[str, Release] = {  # by TorchSampler
-    "repetition_penalty": (1, 3, 0, 24.0),
-    "presence_penalty": (1, 3, 0, 24.0),
-    "frequency_penalty": (1, 3, 0, 24.0),
-    "min_p": (1, 3, 0, 24.0),
-}
-NEUTRAL = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_p": 0.0,
-    "seed": 0,
-}
-WHEN_DRAWN = ("min_p", "seed")  # where tokens are greedy these change nothing
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+# The first release whose TorchSampler uses the parameter.
+HEEDED_SINCE: dict[str, Release] = dict.fromkeys((*PENALTIES, "min_p"), (1, 3, 0, 24.0))
+NEUTRAL = {**dict.fromkeys(PENALTIES, 0.0), "repetition_penalty": 1.0, "min_p": 0.0, "seed": 0}
+WHEN_DRAWN = ("min_p", "seed")  # without effect on greedy tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """The one that an engine draws with."""
+    """The sampler of an engine."""
 
     version: str
     name: str = "TorchSampler"
 
     @classmethod
     def of(cls, version: str, options: Mapping[str, Any]) -> Sampler:
-        """By `llm_options`; everything but TRTLLMSampler ("auto" too) is TorchSampler."""
+        """Of `llm_options`. All names but TRTLLMSampler, "auto" too, mean TorchSampler."""
         asked = str(options.get("sampler_type", "auto"))
         return cls(version, HEEDS_ALL if asked == HEEDS_ALL else "TorchSampler")
 
@@ -161,7 +144,7 @@ class Sampler:
         return self.name == HEEDS_ALL
 
     def ignored(self, params: SamplingParams) -> Iterator[str]:
-        """What this request asks for and would not get."""
+        """Parameters of this request that the sampler would ignore."""
         if self.name == HEEDS_ALL:
             return
         here = release(self.version)
@@ -174,7 +157,7 @@ class Sampler:
                 yield f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
 
     def refusal(self, params: SamplingParams) -> str:
-        """Why this request cannot be served as asked, or nothing."""
+        """Why this request cannot be served, or an empty string."""
         ignored = list(self.ignored(params))
         if not ignored:
             return ""
@@ -186,7 +169,7 @@ class Sampler:
 
 
 def release(version: str) -> Release:
-    """1.3.0rc24 -> (1, 3, 0, 24.0); comparable. What cannot be read is older than everything."""
+    """1.3.0rc24 -> (1, 3, 0, 24.0); comparable. An unreadable version is the oldest."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", version)
     if found is None:
         return UNKNOWN

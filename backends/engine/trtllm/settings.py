@@ -1,12 +1,10 @@
-"""What an operator may set for workers of engine tensorrt_llm, and what is refused when it is set.
+"""Settings of workers of engine tensorrt_llm, and options that are refused.
 
-`EngineSpec` is what a worker of either role asks of it, `TrtllmConfig` holds the further parameters
-of their config.pbtxt. `llm_options` passes anything else to tensorrt_llm.LLM, but for what another
-parameter says and what cannot work together with KV that comes from and goes to a store: then a
-wrong prefix or a crash deep inside the engine would be the answer, so it is refused by name, with
-the reason, when the model loads.
+`EngineSpec` comes from parameters that all engines have, `TrtllmConfig` has the others of this
+engine. `llm_options` passes all further options to tensorrt_llm.LLM. An option is refused by name,
+with the reason, if another parameter sets it, or if it does not work with KV from a store.
 
-Not here: the keywords that the engine gets in the end (package.py).
+Not here: the final arguments of the engine (package.py).
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from typing import Any, Protocol
 HANDOFFS = ("store", "native")
 TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")
 
-GUIDED_BACKEND = "guided_decoding_backend"  # of llm_options; where it is not set nothing is guided
+GUIDED_BACKEND = "guided_decoding_backend"  # of llm_options; if it is not set, grammars are refused
 
-# What another parameter of config.pbtxt says.
+# Options that another parameter of config.pbtxt sets.
 SAID_ELSEWHERE = {
     "model": "checkpoint",
     "tokenizer": "checkpoint",
@@ -42,12 +40,12 @@ SAID_ELSEWHERE = {
     "kv_cache_config.dtype": "kv_dtype",
 }
 
-OBJECTS = ("kv_cache_config", "scheduler_config")  # whose keys are put together with ours
+OBJECTS = ("kv_cache_config", "scheduler_config")  # their keys are merged with ours
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """The only values that an option of tensorrt_llm.LLM may have here, and why."""
+    """The only allowed values of an option of tensorrt_llm.LLM, and the reason."""
 
     values: tuple[Any, ...]
     why: str
@@ -86,15 +84,15 @@ ONLY = {
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a worker's parameters of either engine ask of this one."""
+    """Parameters that workers of all engines have."""
 
     role: str  # prefill | decode
     dtype: str
     block_tokens: int
     kv_pages: int  # of block_tokens tokens
     context_tokens_max: int  # 0: what the checkpoint allows
-    requests_max: int  # that one step may have
-    chunk_tokens: int = 0  # that one step of prefill may compute
+    requests_max: int  # in one step
+    chunk_tokens: int = 0  # computed in one step of prefill
     kv_dtype: str = "auto"  # auto: as the checkpoint asks, else as dtype | fp8
 
     @property
@@ -111,26 +109,25 @@ class TrtllmConfig:
     page_tokens: int = 32  # tokens of a page of TensorRT-LLM; block_tokens is a multiple of it
     gpu_memory_fraction: float = 0.9  # of what is free when the engine starts; bounds kv_bytes
     handoff: str = "store"  # store | native: how KV gets from prefill to decode
-    # Prefixes of so many MiB over one GPU's bus are loaded beside the passes of other prompts, all
-    # that is handed over to decode beside the steps of its streams; 0: all hold up their own pass.
+    # Prefixes of at least so many MiB per GPU are loaded beside the passes of other prompts. Decode
+    # loads all KV beside its steps. 0: every load is part of its own pass.
     aside_load_mib: int = 256
     transceiver: str = "DEFAULT"  # of native: DEFAULT | NIXL | UCX | MOONCAKE | MPI
     llm_options: str = ""  # a JSON file, or an object: further keywords of tensorrt_llm.LLM
 
     def aside_bytes_min(self, role: str) -> int:
-        """From how many bytes of one rank on a load is asynchronous; 0: never.
+        """Loads of at least so many bytes per rank are asynchronous; 0: none.
 
-        At decode all are: a load in a pass holds up every stream, and one beside the passes costs
-        the new one a step at most. 0 for native hand-over: there the state of a request that is
-        loaded has another meaning
-        (DISAGG_GENERATION_TRANS_IN_PROGRESS), to which the cache transceiver looks."""
+        At decode all are: a load in a pass delays every stream, an asynchronous one costs the new
+        stream at most a step. With native hand-over none is: the cache transceiver also uses the
+        state of such a request (DISAGG_GENERATION_TRANS_IN_PROGRESS)."""
         if self.handoff != "store":
             return 0
         return min(self.aside_load_mib, 1) if role == "decode" else self.aside_load_mib * 2**20
 
     @property
     def has_connector_at_decode(self) -> bool:
-        """TensorRT-LLM refuses generation-only requests where a connector is attached."""
+        """TensorRT-LLM refuses generation-only requests if there is a connector."""
         return self.handoff == "store"
 
     def problems(self) -> list[str]:
@@ -161,7 +158,7 @@ class _InBlocks(Protocol):
 
 
 def problems_together(worker: _InBlocks, config: TrtllmConfig) -> Iterator[str]:
-    """Parameters that do not fit together, or not this engine."""
+    """Conflicts between parameters."""
     if config.page_tokens > 0 and worker.block_tokens % config.page_tokens:
         yield (
             f"block_tokens ({worker.block_tokens}) must be a multiple of page_tokens "
@@ -170,7 +167,7 @@ def problems_together(worker: _InBlocks, config: TrtllmConfig) -> Iterator[str]:
 
 
 def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[str]:
-    """What `llm_options` may not say; `is_connected`: KV comes from and goes to the store."""
+    """Refused `llm_options`; `is_connected`: KV comes from and goes to the store."""
     for name, value in _flat(options):
         if name in SAID_ELSEWHERE:
             yield f"llm_options sets {name}; that is said by {SAID_ELSEWHERE[name]}"
@@ -184,7 +181,7 @@ def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[
 
 
 def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each option, and each key of those that are objects."""
+    """Each option, and each key of an option that is an object."""
     for name, value in options.items():
         yield name, value
         if isinstance(value, Mapping):
@@ -192,7 +189,7 @@ def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_options(text: str, repository: str, found: list[str]) -> dict[str, Any]:
-    """The object that `llm_options` is or names; relative paths start beside the repository."""
+    """`text` is a JSON object or a path, relative to the folder of the model repository."""
     if not text:
         return {}
     try:

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from backends.config_pbtxt import DecodeConfig
-from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome
-from backends.engine.trtllm.messages import Stage
+from backends.engine.connected.generation import EngineRun, Order, Outcome
+from backends.engine.connected.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import WorkerUnavailable
 from backends.workers.decode_worker import DecodeWorker

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
+from backends.engine.connected.channel import ChannelError
+from backends.engine.connected.generation import EngineHealth
+from backends.engine.connected.messages import Stage
 from backends.engine.model_config import CheckpointError
-from backends.engine.trtllm.channel import ChannelError
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
-from backends.engine.trtllm.messages import Stage
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
-from backends.engine.trtllm.stats import EngineHealth, IterationStats
+from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ConfigError, WorkerUnavailable
 from backends.workers.driver import Driver
 from backends.workers.kv_loader import KvLoader

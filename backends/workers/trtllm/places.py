@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.engine.trtllm.block_pages import POOL, REGIONS_MAX, SlotUse, place_of
-from backends.engine.trtllm.channel import ChannelError, ConnectorHost
+from backends.engine.connected.block_pages import POOL, REGIONS_MAX, SlotUse, place_of
+from backends.engine.connected.channel import ChannelError, ConnectorHost
 from backends.errors import KvMissing
 from backends.workers.kv_loader import KvLoader
 from mooncake_store.client.in_place import PlacedBlock

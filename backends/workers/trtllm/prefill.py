@@ -25,8 +25,8 @@ from typing import Any
 
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
-from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome
-from backends.engine.trtllm.messages import Stage
+from backends.engine.connected.generation import EngineRun, Order, Outcome
+from backends.engine.connected.messages import Stage
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import WorkerUnavailable
 from backends.workers.driver import Samples

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm import staging_pool
-from backends.engine.trtllm.copier import HostCopier
-from backends.engine.trtllm.messages import ENVIRONMENT
+from backends.engine.connected import host_memory
+from backends.engine.connected.copier import HostCopier
+from backends.engine.connected.messages import ENVIRONMENT
 from backends.errors import KvMissing
 from backends.workers import worker as worker_module
 from tests.backends.workers.pair import WAIT_S, Asked, Pair, pairs, prompt
@@ -29,7 +29,7 @@ def pair(
     monkeypatch.setenv(ENVIRONMENT, "")
     shm = tmp_path / "shm"
     shm.mkdir()
-    monkeypatch.setattr(staging_pool, "SHM", shm)
+    monkeypatch.setattr(host_memory, "SHM", shm)
     parameters = {
         "engine": "tensorrt_llm",
         "page_tokens": "32",

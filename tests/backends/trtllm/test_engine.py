@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from backends.engine.connected import host_memory
+from backends.engine.connected.channel import ConnectorHost
+from backends.engine.connected.generation import Order
+from backends.engine.connected.measuring import Stopwatch
+from backends.engine.connected.messages import ENVIRONMENT
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm import staging_pool
-from backends.engine.trtllm.channel import ConnectorHost
 from backends.engine.trtllm.engine import TrtllmEngine
-from backends.engine.trtllm.llm_thread import Order
-from backends.engine.trtllm.measuring import Stopwatch
-from backends.engine.trtllm.messages import ENVIRONMENT
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError, InvalidRequest
 from backends.tensors import GRAMMAR, REGEX, STRUCTURAL_TAG
@@ -53,7 +53,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv(ENVIRONMENT, "")
     shm = tmp_path / "shm"
     shm.mkdir()
-    monkeypatch.setattr(staging_pool, "SHM", shm)
+    monkeypatch.setattr(host_memory, "SHM", shm)
     before = set(threading.enumerate())
     yield shm
     assert not list(shm.iterdir()), "a staging pool stayed"

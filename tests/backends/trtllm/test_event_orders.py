@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backends.engine.connected.generation import Outcome
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm.llm_thread import Outcome
 from backends.errors import WorkerUnavailable
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut

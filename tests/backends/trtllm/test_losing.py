@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm.stats import FAILURES_MAX, EngineHealth
+from backends.engine.connected.generation import FAILURES_MAX, EngineHealth
 from backends.workers.trtllm.driver import TrtllmDriver
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from backends.engine.trtllm.channel import ChannelError
-from backends.engine.trtllm.messages import Stage
+from backends.engine.connected.channel import ChannelError
+from backends.engine.connected.messages import Stage
 from backends.errors import WorkerUnavailable
 from backends.workers.trtllm.driver import StagedPages
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from backends.engine.trtllm.messages import Stage
+from backends.engine.connected.messages import Stage
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.trtllm.prefill import TrtllmPrefill
-from tests.backends.engine.trtllm.listening import WAIT_S
+from tests.backends.engine.connected.listening import WAIT_S
 from tests.backends.trtllm.test_unmatched_stages import InPool
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backends.engine.trtllm.block_pages import SlotUse
-from backends.engine.trtllm.llm_thread import Outcome
+from backends.engine.connected.block_pages import SlotUse
+from backends.engine.connected.generation import Outcome
 from backends.errors import WorkerUnavailable
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from backends.engine.trtllm import staging_pool
-from backends.engine.trtllm.messages import ENVIRONMENT
+from backends.engine.connected import host_memory
+from backends.engine.connected.messages import ENVIRONMENT
 from tests.backends.engine.checkpoints import YARN_ROPE, load_reference, make_checkpoint
 from tests.backends.engine.reference import Comparison, greedy
 from tests.backends.small_tokenizers import DEMO
@@ -99,7 +99,7 @@ def test_with_tensorrt_llm_a_block_has_the_latent_once_however_many_ranks_load_i
     (folder / "config.json").write_text(json.dumps(config | {"qk_rope_head_dim": 8}))
     shm = tmp_path / "shm"
     shm.mkdir()
-    monkeypatch.setattr(staging_pool, "SHM", shm)
+    monkeypatch.setattr(host_memory, "SHM", shm)
     monkeypatch.setenv(ENVIRONMENT, "")
     for pair in pairs(
         tmp_path,

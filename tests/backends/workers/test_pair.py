@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from backends.engine.connected import host_memory
+from backends.engine.connected.messages import ENVIRONMENT
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.torch.torch_engine import TorchEngine
-from backends.engine.trtllm import staging_pool
-from backends.engine.trtllm.messages import ENVIRONMENT
 from backends.errors import Cancelled, WorkerGone, WorkerUnavailable
 from backends.workers import step_times, worker_process
 from bench.harness.generate import generate
@@ -47,7 +47,7 @@ def pair(
         monkeypatch.setenv(ENVIRONMENT, "")
         shm = tmp_path / "shm"
         shm.mkdir()
-        monkeypatch.setattr(staging_pool, "SHM", shm)
+        monkeypatch.setattr(host_memory, "SHM", shm)
         parameters = {"engine": "tensorrt_llm", "page_tokens": "32", "handoff": kind}
     yield from pairs(tmp_path, monkeypatch, **parameters)
 

@@ -1,27 +1,32 @@
-"""The stand-in for tensorrt_llm, importable in tests that ask for it."""
+"""Fixtures of tests that only concern TensorRT-LLM."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-FAKES = Path(__file__).resolve().parents[3] / "fakes" / "trtllm"
+from tests.backends.engine.connected.connected import Make
+from tests.backends.engine.trtllm.stand_in import VERSIONS, StandIn, importable
 
 
-def forget_modules() -> None:
-    for name in list(sys.modules):
-        if name.split(".")[0] == "tensorrt_llm" or name == "backends.engine.trtllm.connector":
-            del sys.modules[name]
-
-
-@pytest.fixture(params=["1.3", "1.2"])
+@pytest.fixture(params=VERSIONS)
 def trtllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Both places where versions have the connector API, one after the other."""
-    monkeypatch.setenv("FAKE_TRTLLM_API", request.param)
-    monkeypatch.syspath_prepend(str(FAKES))
-    forget_modules()
-    yield request.param
-    forget_modules()
+    with importable(request.param, monkeypatch):
+        yield request.param
+
+
+@pytest.fixture
+def make(tmp_path: Path, trtllm: str) -> Iterator[Make]:
+    made: list[StandIn] = []
+
+    def make_one(shape: dict[str, Any] | None = None, **options: Any) -> StandIn:
+        made.append(StandIn(tmp_path / str(len(made)), shape, **options))
+        return made[-1]
+
+    yield make_one
+    for each in made:
+        each.close()

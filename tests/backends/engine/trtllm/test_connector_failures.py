@@ -6,17 +6,13 @@ would leave the other ranks waiting (the stand-in says so: OtherRanksWait).
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 
-from backends.engine.trtllm.block_pages import BlockPages, Move, Orders
-from backends.engine.trtllm.rank_copies import RankCopies
-from backends.engine.trtllm.scheduler import StageScheduler
-from tests.backends.engine.trtllm.listening import WAIT_S
-from tests.backends.engine.trtllm.test_connector import Make, expected, prompt_of
-from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+from backends.engine.connected.rank_copies import RankCopies
+from backends.engine.trtllm.scheduler import TrtllmScheduler
+from tests.backends.engine.connected.connected import Make, expected, prompt_of
 
 pytestmark = pytest.mark.usefixtures("trtllm")
 PROMPT = prompt_of(40)
@@ -34,7 +30,7 @@ def test_what_rank_0_raises_is_raised_on_all_ranks_and_said_to_the_worker(
     pages = engine.stage("a", PROMPT)
     engine.submit(1, PROMPT, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(StageScheduler, method, fails)
+        patch.setattr(TrtllmScheduler, method, fails)
         if method == "finished":
             engine.executor.run_until_idle()  # nothing to raise in: the worker ends it
         else:
@@ -55,39 +51,6 @@ def test_requests_that_end_in_the_same_step_all_give_their_pages_back(make: Make
         engine.unstage(str(i), staged[str(i)])
     blocks = engine.executor.blocks
     assert blocks.free_blocks == blocks.blocks, "an executor that ends one save a step forgot some"
-
-
-class Slow:
-    """A copier whose saves end when the test says so."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-
-    def record(self, stream: Any) -> None: ...
-    def load(self, runs: Any, stream: Any) -> None: ...
-    def save(self, runs: Any, after: Any) -> None:
-        assert self.gate.wait(WAIT_S)
-
-    def close(self) -> None: ...
-
-
-def test_one_finished_request_a_call_and_in_the_same_order_on_every_rank() -> None:
-    """Else two ranks may complete two in one step: of which an older executor ends one."""
-    slow = Slow()
-    ranks = [
-        RankCopies(BlockPages.of(rank, 2, 32, 4, 4), 4, slow, lambda message: None)
-        for rank in range(2)
-    ]
-    ranks[1].start(Orders([], [Move("0", 0, 0, [0], [0])], []), None)
-    ranks[1].after_forward(None)
-    assert [rank.finished([2, 0, 1]) for rank in ranks] == [[0], []]
-    assert [rank.finished([]) for rank in ranks] == [[1], []], "1 waits for 0 on every rank"
-    slow.gate.set()
-    ranks[1].close()  # after what was ordered
-    assert [rank.finished([]) for rank in ranks] == [[2], [0]]
-    assert [rank.finished([]) for rank in ranks] == [[], [1]]
-    assert [rank.finished([]) for rank in ranks] == [[], [2]]
-    ranks[0].close()
 
 
 def test_a_rank_that_cannot_go_on_says_so_before_it_raises(

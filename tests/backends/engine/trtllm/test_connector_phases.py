@@ -3,92 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.copier import HostCopier
-from backends.engine.trtllm.scheduler import StageScheduler
-from tests.backends.engine.trtllm.connected import Connected
-from tests.backends.engine.trtllm.listening import WAIT_S
-from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of
-from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+from backends.engine.connected import messages as m
+from backends.engine.trtllm.scheduler import TrtllmScheduler
+from mooncake_store.block_keys import chain_seed
+from tests.backends.engine.connected.connected import Make, expected, filled, prompt_of, step_until
+from tests.backends.engine.connected.gate import Gate
+from tests.backends.engine.connected.gate import gate as gate  # a fixture
+from tests.backends.engine.connected.listening import WAIT_S
 
 pytestmark = pytest.mark.usefixtures("trtllm")
-
-
-class Gate:
-    """Holds up saves until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: set[int] | None = None) -> None:
-        self.is_open, self.is_reached = threading.Event(), threading.Event()
-        save = HostCopier.save
-        first_of: dict[int, int] = {}
-
-        def held(copier: HostCopier, runs: Any, after: Any) -> None:
-            rank = first_of.setdefault(id(copier), len(first_of))
-            if ranks is None or rank in ranks:
-                self.is_reached.set()
-                assert self.is_open.wait(WAIT_S)
-            save(copier, runs, after)
-
-        monkeypatch.setattr(HostCopier, "save", held)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.is_open.set()
-
-
-def step_until(engine: Connected, is_true: Any) -> None:
-    for _ in range(1000):
-        if is_true():
-            return
-        engine.executor.step()
-    raise AssertionError("it never happened")
-
-
-def all_free(engine: Connected) -> bool:
-    return bool(engine.executor.blocks.free_blocks == engine.executor.blocks.blocks)
-
-
-def test_pages_stay_while_they_are_saved_and_the_answer_does_not_wait(
-    make: Make, gate: Gate
-) -> None:
-    engine, prompt = make(), prompt_of(40)
-    pages = engine.stage("a", prompt)
-    request = engine.submit(1, prompt, 1)
-    step_until(engine, lambda: request.finish_reason)
-    assert engine.output(request) == expected(engine, prompt, 1)
-    assert gate.is_reached.wait(WAIT_S)
-    other = engine.submit(2, prompt_of(9, 2), 3)
-    step_until(engine, lambda: other.finish_reason)  # others go on meanwhile
-    assert engine.executor.connectors.saving.keys() == {1} and not all_free(engine)
-    assert ("saved", "a", 40) not in engine.heard.all
-    gate.is_open.set()
-    engine.executor.run_until_idle()
-    assert all_free(engine)
-    engine.heard.wait_for("saved", "a", 40)
-    engine.unstage("a", pages)
-
-
-def test_unstaging_waits_for_a_slow_save(make: Make, gate: Gate) -> None:
-    engine, prompt = make(), prompt_of(40)
-    engine.stage("a", prompt)
-    request = engine.submit(1, prompt, 1)
-    step_until(engine, lambda: request.finish_reason)
-    assert gate.is_reached.wait(WAIT_S)
-    future = engine.host.unstage("a", WAIT_S)
-    engine.host.unstage("nobody", WAIT_S).result(WAIT_S)  # what came later is over
-    assert not future.done()
-    gate.is_open.set()
-    future.result(WAIT_S)
-    engine.executor.run_until_idle()
 
 
 def test_a_slow_rank_holds_up_what_is_called_saved(
@@ -101,7 +29,7 @@ def test_a_slow_rank_holds_up_what_is_called_saved(
     step_until(engine, lambda: request.finish_reason)
     assert gate.is_reached.wait(WAIT_S)
     step_until(engine, lambda: engine.executor.connectors._saved_by[1])  # one rank is done
-    assert engine.executor.connectors.saving.keys() == {1}
+    assert engine.saving == {1}
     assert not [what for what in engine.heard.all if what[0] == "saved"]
     gate.is_open.set()
     engine.executor.run_until_idle()
@@ -140,7 +68,7 @@ def test_pages_that_are_taken_away_without_a_word_are_saved_before_they_are_writ
     step_until(engine, lambda: request.generated)
     engine.executor.abort(request)
     step_until(engine, lambda: request.finish_reason)
-    assert all_free(engine) and gate.is_reached.wait(WAIT_S)
+    assert engine.all_free and gate.is_reached.wait(WAIT_S)
     second = engine.submit(2, other, 4)
     going = threading.Thread(target=engine.executor.run_until_idle)
     going.start()
@@ -156,7 +84,7 @@ def test_pages_that_are_taken_away_without_a_word_are_saved_before_they_are_writ
 
 
 def test_a_request_that_is_missing_in_a_step_is_waited_for_once() -> None:
-    scheduler = StageScheduler(16, 4, lambda message: None)
+    scheduler = TrtllmScheduler(16, 4, lambda message: None)
     prompt = prompt_of(64)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 0))
     scheduler.match(Asked(prompt), 0)
@@ -200,24 +128,9 @@ def test_an_aborted_request_leaves_nothing_behind(
     if phase == "waiting":
         assert engine.output(blocker) == expected(engine, prompt_of(10, 3), 3)
     engine.unstage("a", pages)
-    assert all_free(engine)
+    assert engine.all_free
     again = engine.generate(2, prompt, 3)
     assert engine.output(again) == expected(engine, prompt, 3), "its own pages are good as well"
-
-
-def test_taking_a_stage_back_while_it_runs_stops_further_copies_only(make: Make) -> None:
-    prompt = prompt_of(100)
-    store = filled(make(), prompt[:50])
-    engine = make(enable_chunked_prefill=True, max_num_tokens=16)
-    pages = engine.stage("a", prompt, store, loaded_tokens=48)
-    request = engine.submit(1, prompt, 3)
-    engine.executor.step()
-    engine.unstage("a", pages)
-    for page in pages:
-        engine.page(page)[:] = 0x11  # somebody else's by now
-    engine.executor.run_until_idle()
-    assert engine.output(request) == expected(engine, prompt, 3)
-    assert all((engine.page(page) == 0x11).all() for page in pages)
 
 
 class Asked:
@@ -241,7 +154,7 @@ class Computed:
 
 def test_a_promised_load_is_ordered_even_if_the_stage_was_taken_back() -> None:
     sent: list[m.ToWorker] = []
-    scheduler = StageScheduler(16, 4, sent.append)
+    scheduler = TrtllmScheduler(16, 4, sent.append)
     prompt = prompt_of(40)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2], 32))
     assert scheduler.match(Asked(prompt), 0) == 32
@@ -258,7 +171,7 @@ def test_a_promised_load_is_ordered_even_if_the_stage_was_taken_back() -> None:
 
 def test_a_position_with_or_without_the_loaded_tokens_means_the_same() -> None:
     for position in (0, 32):
-        scheduler = StageScheduler(16, 4, lambda message: None)
+        scheduler = TrtllmScheduler(16, 4, lambda message: None)
         prompt = prompt_of(64)
         scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 32))
         assert scheduler.match(Asked(prompt), 0) == 32
@@ -269,7 +182,7 @@ def test_a_position_with_or_without_the_loaded_tokens_means_the_same() -> None:
 
 
 def test_a_prompt_that_goes_backwards_is_an_error() -> None:
-    scheduler = StageScheduler(16, 4, lambda message: None)
+    scheduler = TrtllmScheduler(16, 4, lambda message: None)
     prompt = prompt_of(64)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 0))
     scheduler.match(Asked(prompt), 0)
@@ -279,7 +192,7 @@ def test_a_prompt_that_goes_backwards_is_an_error() -> None:
 
 
 def test_pages_that_come_in_parts_are_an_error() -> None:
-    scheduler = StageScheduler(16, 4, lambda message: None)
+    scheduler = TrtllmScheduler(16, 4, lambda message: None)
     prompt = prompt_of(64)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 32))
     scheduler.match(Asked(prompt), 0)
@@ -304,7 +217,7 @@ def test_a_step_without_metadata_of_its_own_copies_nothing(make: Make) -> None:
 
 def test_a_salt_that_only_shows_as_a_number_is_recognised() -> None:
     for salt_id, matched in ((lambda salt: len(salt), 32), (None, 0)):
-        scheduler = StageScheduler(16, 4, lambda message: None, salt_id)
+        scheduler = TrtllmScheduler(16, 4, lambda message: None, salt_id)
         prompt = prompt_of(40)
         scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "tenant", [0, 1, 2], 32))
         for number in (7, 0, None):
@@ -319,29 +232,13 @@ def test_a_salt_that_only_shows_as_a_number_is_recognised() -> None:
     "attribute", ["lora_task_id", "multimodal_hashes", "cache_salt_id", "cache_salt"]
 )
 def test_requests_whose_kv_depends_on_more_than_tokens_match_nothing(attribute: str) -> None:
-    scheduler = StageScheduler(16, 4, lambda message: None)
+    scheduler = TrtllmScheduler(16, 4, lambda message: None)
     prompt = prompt_of(40)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2], 32))
     request = Asked(prompt)
     values = {"multimodal_hashes": [[1]], "cache_salt": "other"}
     setattr(request, attribute, values.get(attribute, 3))
     assert scheduler.match(request, 0) == 0
-
-
-def test_a_copy_that_fails_is_told_and_nothing_is_called_saved(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(copier: HostCopier, runs: Any, after: Any) -> None:
-        raise RuntimeError("the bus is off")
-
-    monkeypatch.setattr(HostCopier, "save", fail)
-    engine, prompt = make(), prompt_of(40)
-    engine.stage("a", prompt)
-    request = engine.generate(1, prompt, 1)
-    assert engine.output(request) == expected(engine, prompt, 1)
-    reason = "rank 0 could not copy KV: the bus is off"
-    engine.heard.wait_for("broken", reason)
-    assert all_free(engine) and not [what for what in engine.heard.all if what[0] == "saved"]
 
 
 def test_a_shutdown_in_the_middle_of_a_save_ends_all_threads(make: Make, gate: Gate) -> None:
@@ -378,7 +275,7 @@ def test_five_hundred_requests_leave_nothing_behind(make: Make) -> None:
         for n in group:
             if n < 40 and n != start + 1:
                 assert engine.output(requests[n]) == wanted[n]
-    assert all_free(engine) and threading.active_count() == threads
+    assert engine.all_free and threading.active_count() == threads
     scheduler = engine.executor.connectors.scheduler._scheduler
     scheduler.check()
     assert len(scheduler._table) == 0 and not scheduler._table._taken and not scheduler._due
@@ -388,8 +285,19 @@ def test_five_hundred_requests_leave_nothing_behind(make: Make) -> None:
     assert not engine.host._saved and not engine.host._waiting
 
 
-def test_a_pool_file_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
-    from backends.engine.trtllm.copier import map_pool
-
-    with pytest.raises(FileNotFoundError):
-        map_pool(str(tmp_path / "none"), 4096)
+def test_nothing_is_saved_behind_what_its_worker_will_complete() -> None:
+    """One token more may fill a page of a block that is complete by then."""
+    prompt = prompt_of(95)
+    stage = m.Stage.of("a", prompt, 32, chain_seed("print"), "", [0, 4096, 8192], 0)
+    scheduler = TrtllmScheduler(32, 16, lambda message: None)
+    assert not scheduler.add_checked(msgspec.structs.replace(stage, saved_tokens_max=80))
+    request = SimpleNamespace(request_id=1, get_tokens=lambda beam: prompt, cache_salt=None)
+    assert scheduler.match(request, 0) == 0
+    scheduler.allocated(request, list(range(7)))
+    step = SimpleNamespace(
+        request_id=1, new_block_ids=list(range(7)), computed_position=0, num_scheduled_tokens=95
+    )
+    (move,) = scheduler.orders([step], []).saves
+    assert move.block_ids == list(range(5))
+    step.new_block_ids, step.computed_position, step.num_scheduled_tokens = [], 95, 1
+    assert scheduler.orders([], [step]).saves == []

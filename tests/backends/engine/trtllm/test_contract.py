@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 
 DATA = Path(__file__).resolve().parents[3] / "data"
-OUR_FILES = DATA.parents[1] / "backends" / "engine" / "trtllm"
+OUR_FILES = DATA.parents[1] / "backends" / "engine"
 API: dict[str, dict[str, Any]] = json.loads((DATA / "trtllm_connector_api.json").read_text())
 WITNESSES: list[dict[str, Any]] = json.loads((DATA / "trtllm_witnesses.json").read_text())
 PLACES = {
     "1.3": "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "1.2": "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
 }
+OURS_OF_REQUESTS = ("trtllm/connector.py", "trtllm/scheduler.py", "connected/scheduler.py")
 OURS = {
     "KvCacheConnectorScheduler": "MooncakeConnectorScheduler",
     "KvCacheConnectorWorker": "MooncakeConnectorWorker",
@@ -78,7 +79,7 @@ def test_both_places_of_the_api_have_witnesses() -> None:
 
 def test_we_use_nothing_of_a_request_that_no_witness_uses() -> None:
     """Beyond it only attributes that may be missing (getattr with a default)."""
-    ours = {name for file in ("connector.py", "scheduler.py") for name in uses_in(file)}
+    ours = {name for file in OURS_OF_REQUESTS for name in uses_in(file)}
     must_be_seen = {
         "request_id",
         "get_tokens",

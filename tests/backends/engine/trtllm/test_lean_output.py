@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from backends.engine.trtllm import connector
-from tests.backends.engine.trtllm.test_connector import Make, expected, prompt_of
-from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+from tests.backends.engine.connected.connected import Make, expected, prompt_of
 
 pytestmark = pytest.mark.usefixtures("trtllm")
 PROMPT, TOKENS = prompt_of(100), 40

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import BlockPages, Move, size_problems
-from backends.engine.trtllm.connector import aside_pages_min
-from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of
-from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+from backends.engine.connected import messages as m
+from backends.engine.trtllm.connector import aside_pages_min, size_problems
+from tests.backends.engine.connected.connected import Make, expected, filled, prompt_of
 
 pytestmark = pytest.mark.usefixtures("trtllm")
 LATENT = {"kv_factor": 1, "kv_heads": 1, "head_dim": 36, "dtype": "bfloat16"}  # 32 + 4
@@ -71,15 +69,6 @@ def test_slots_are_read_by_all_ranks_and_filled_by_one(
     engine.unstage("fill", pages)
 
 
-def test_a_block_has_the_pages_of_one_rank() -> None:
-    first, second = (BlockPages.of(rank, 2, 96, 16, 64, is_alike=True) for rank in range(2))
-    assert first.block_bytes == first.rank_bytes == 4 * 96
-    move = [Move("a", 1, 3, [5, 9], [0, 4096])]
-    assert first.runs(move) == second.runs(move) == [(5 * 96, 3 * 96, 96), (9 * 96, 4096, 96)]
-    assert first.is_saved and not second.is_saved
-    assert all(BlockPages.of(rank, 2, 96, 16, 64).is_saved for rank in range(2))
-
-
 def test_pages_that_are_not_what_config_json_says_end_the_start() -> None:
     latent, heads = (8, 3, 1, 64), (8, 3, 2, 64)
     assert size_problems(latent, 384, 16, 2, 64, 4 * 384, is_alike=True) == []
@@ -97,3 +86,26 @@ def test_how_long_a_load_is_counts_what_each_rank_reads() -> None:
         tensor_parallel_size=4, kv_cache_config=SimpleNamespace(tokens_per_block=16)
     )
     assert aside_pages_min(site, args) == 10
+
+
+def test_sizes_are_compared_before_anything_is_copied() -> None:
+    good = ((8, 3, 2, 64), 768, 16, 2, 64, 2 * 4 * 768)
+    assert size_problems(*good) == []
+    assert "no multiple" in size_problems((8, 3, 2, 64), 768, 24, 2, 64, 6144)[0]
+    assert "tp_size agree" in size_problems((8, 3, 2, 64), 768, 16, 1, 64, 6144)[0]
+    assert "shape" in size_problems((8, 64), 768, 16, 2, 64, 6144)[0]
+
+
+def test_the_limit_is_what_goes_over_one_gpu_s_bus() -> None:
+    class Args:
+        tensor_parallel_size = 2
+
+        class kv_cache_config:
+            tokens_per_block = 32
+
+    def pages(aside_bytes_min: int) -> int:
+        return aside_pages_min(m.Site("", "", 256, 32 * 2**20, aside_bytes_min), Args())
+
+    assert pages(0) == 0
+    assert pages(256 * 2**20) == 128, "2 MiB a page and rank"
+    assert pages(1) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backends.engine.trtllm.stats import FAILURES_MAX, EngineHealth
+from backends.engine.connected.generation import FAILURES_MAX, EngineHealth
 
 
 def test_failures_in_a_row_mean_that_the_engine_is_lost() -> None:

@@ -1,18 +1,17 @@
-"""The channel between a worker and the connector inside TensorRT-LLM's processes.
+"""The channel between a worker and the connector inside the engine's processes.
 
-    worker: ConnectorHost ──Stage, Unstage──▶ scheduler on rank 0    (a ConnectorLink)
-                   │ ▲  └─Drain, MapSegment─▶ every rank             (a ConnectorLink each)
-                   │ └── Staged, Claimed, Unstaged, Ready, Loaded, Saved, Drained, Broken ──┘
-                   └──▶ futures, and a Listener for what comes by itself
+    worker: ConnectorHost --Stage, Unstage--> scheduler                  (a ConnectorLink)
+                   | ^    --Drain, MapSegment, UnmapSegment--> each rank (a ConnectorLink each)
+                   | +----Staged, Claimed, Unstaged, Ready, Loaded, Saved, Drained, Broken----+
+                   +--> futures, and a Listener for messages that answer no call
 
-ZeroMQ over ipc: each end has an inbox of its own and writes to the others'. Everything that a
-worker waits for has a deadline. Nothing here is called while TensorRT-LLM allocates blocks
-(scheduler.py).
+Each end has an inbox of its own (ZeroMQ over ipc) and writes to the inboxes of the other side.
+Every wait of a worker has a deadline.
 
-Unstaging takes two steps, because ranks copy on their own time: the scheduler says how many
-copies it has ordered for the request, then every rank says when it has done that many.
+Unstaging takes two steps, because ranks copy at their own pace. The scheduler reports how many
+copies it has ordered for the request. Then each rank reports when it has finished as many.
 
-Not here: what the messages mean (messages.py).
+Not here: the meaning of the messages (messages.py).
 """
 
 from __future__ import annotations
@@ -29,22 +28,21 @@ from typing import Protocol, TypeVar
 import msgspec
 import zmq
 
-from backends.engine.trtllm import messages as m
+from backends.engine.connected import messages as m
 from mooncake_store.wire.mailbox import Inbox, Outbox
 
 log = logging.getLogger(__name__)
-MESSAGES_MAX = 100_000  # queued per peer; a peer that lets more wait is taken for dead
-TURN_S = 0.05  # how late a deadline may be noticed
+MESSAGES_MAX = 100_000  # queued for one peer; a peer with more is considered dead
+TURN_S = 0.05  # a deadline is noticed at most so late
 SCHEDULER = "scheduler"
 STAGING, UNSTAGING, ATTACHING = "staging", "unstaging", "attaching region"
 CLOSED = "the channel was closed"
 
-TokensOf = dict[str, dict[int, int]]  # request -> rank -> tokens
 T = TypeVar("T")
 
 
 class ChannelError(Exception):
-    """The other side did not answer, refused, or cannot work at all."""
+    """The other side did not answer, has refused, or is broken."""
 
 
 def rank_name(rank: int) -> str:
@@ -61,17 +59,17 @@ def _listen(
     on_message: Callable[[T], None],
     on_turn: Callable[[], None] = lambda: None,
 ) -> Inbox[T]:
-    """Calls `on_message` for each, and `on_turn` at least every TURN_S, in a thread of its own.
+    """Call `on_message` for each message and `on_turn` at least every TURN_S, in a new thread.
 
-    Without a secret: TensorRT-LLM hands its processes no variable but its own, and the address lies
-    in the folder of this launch.
+    The inbox has no secret: TensorRT-LLM passes its processes no foreign variable, and the socket
+    lies in the folder of this launch.
     """
 
     def on_messages(messages: list[T]) -> None:
         for message in messages:
             try:
                 on_message(message)
-            except Exception:  # Catch all: one bad message must not drop the others
+            except Exception:  # Catch all: one bad message must not stop the channel
                 log.exception("a message of the KV channel failed")
         on_turn()
 
@@ -90,18 +88,18 @@ def _listen(
 
 
 class _Post(Outbox[msgspec.Struct]):
-    """To the inboxes of the other side; ChannelError for one that does not take its messages."""
+    """Sends to the inboxes of the other side."""
 
     def __init__(self) -> None:
         super().__init__(msgspec.msgpack.Encoder().encode, messages_max=MESSAGES_MAX)
 
     def post(self, address: str, message: m.ToWorker | m.ToConnector) -> None:
-        if not self.send(address, message):
+        if not self.send(address, message):  # its queue is full
             raise ChannelError(f"{address} does not take its messages")
 
 
 class ConnectorLink:
-    """A connector's end: of the scheduler, or of one rank."""
+    """The end of the connector's scheduler, or of one rank."""
 
     def __init__(
         self, address: str, name: str, on_message: Callable[[m.ToConnector], None]
@@ -111,7 +109,7 @@ class ConnectorLink:
         self._post = _Post()
 
     def send(self, message: m.ToWorker) -> None:
-        """Never raises: a worker that does not listen any more must not stop TensorRT-LLM."""
+        """Never raises: a worker that has stopped listening must not stop the engine."""
         try:
             self._post.post(self._address, message)
         except ChannelError as error:
@@ -123,20 +121,20 @@ class ConnectorLink:
 
 
 class Listener(Protocol):
-    """What a worker hears unasked, in the channel's thread: return soon."""
+    """Notified in the channel's thread. The methods must return soon."""
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None: ...
     def loaded(self, request_id: str) -> None:
-        """Every rank has in the engine's pages what was claimed for it."""
+        """On every rank the claimed KV is in the engine's pages."""
 
     def saved(self, request_id: str, tokens: int) -> None:
-        """Every rank has the KV of so many leading tokens in its places; it only grows."""
+        """KV of the first `tokens` tokens of every rank is in the places. `tokens` only grows."""
 
     def broken(self, reason: str) -> None: ...
 
 
 class ConnectorHost:
-    """The worker's end. Futures fail with ChannelError, at the latest when their time is over."""
+    """The worker's end. Futures fail with ChannelError, at the latest at their deadlines."""
 
     def __init__(self, address: str, listener: Listener) -> None:
         self._address = address
@@ -145,42 +143,43 @@ class ConnectorHost:
         self._ready: dict[int, m.Ready] = {}
         self._broken = ""
         self._is_closed = False
-        self._waiting: dict[tuple[str, str], tuple[Future[None], float]] = {}  # with its deadline
-        self._undrained: dict[str, set[int]] = {}  # ranks that still copy, of an unstaged request
-        self._saved: TokensOf = defaultdict(dict)
-        self._unloaded: dict[str, set[int]] = {}  # ranks that still load, of a staged request
-        self._unattached: dict[str, set[int]] = {}  # ranks that have not mapped a region
+        self._waiting: dict[tuple[str, str], tuple[Future[None], float]] = {}  # deadlines
+        self._undrained: dict[str, set[int]] = {}  # ranks that still copy, by unstaged request
+        self._saved: dict[str, dict[int, int]] = defaultdict(dict)  # tokens, by request and rank
+        self._unloaded: dict[str, set[int]] = {}  # ranks that still load, by staged request
+        self._unattached: dict[str, set[int]] = {}  # ranks that have not mapped it, by region
         self._scheduler = _inbox(address, SCHEDULER)
         self._ranks: dict[int, str] = {}  # their inboxes
         self._post = _Post()
         self._mailbox = _listen(address, m.ToWorker, self._on_message, self._expire)
 
     def wait_ready(self, timeout_s: float) -> list[m.Ready]:
-        """What every rank says of itself, once all are there."""
+        """Wait for all ranks; their messages in order of ranks."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._broken or self._is_complete(), timeout_s):
                 here = sorted(self._ready)
                 raise ChannelError(
-                    f"TensorRT-LLM's connector did not report within {timeout_s:g} s; ranks that "
+                    f"the engine's connector did not report within {timeout_s:g} s; ranks that "
                     f"did: {here or 'none'}. Is this package importable in its processes?"
                 )
             self._refuse_if_broken()
             return [self._ready[rank] for rank in sorted(self._ready)]
 
     def stage(self, stage: m.Stage, timeout_s: float) -> Future[None]:
-        """Done when the connector knows. After a failure unstage it before its pages are reused."""
+        """Done when the connector has the stage. Also after a failure the caller must unstage it
+        before it reuses the pages."""
         with self._changed:
             self._forget(stage.request_id)
             self._unloaded[stage.request_id] = set(self._ranks)
         return self._ask(STAGING, stage.request_id, stage, timeout_s)
 
     def unstage(self, request_id: str, timeout_s: float) -> Future[None]:
-        """Done when no copy touches its pages any more; also of a request that is not staged."""
+        """Done when no copy uses the request's pages any more. Unknown requests are allowed."""
         return self._ask(UNSTAGING, request_id, m.Unstage(request_id), timeout_s)
 
     def attach(self, region: int, path: str, size_bytes: int, timeout_s: float) -> Future[None]:
-        """Done when every rank has mapped that segment as the region; it fails with the first
-        problem of one. Then, too, detach it: others may have it."""
+        """Done when every rank has mapped the segment as this region. Fails with the first problem
+        of a rank; then the caller must detach it, because other ranks may have mapped it."""
         with self._changed:
             self._unattached[str(region)] = set(self._ranks)
             future = self._expect(ATTACHING, str(region), timeout_s)
@@ -188,7 +187,7 @@ class ConnectorHost:
         return future
 
     def detach(self, region: int) -> None:
-        """Nothing that is staged has a place there, nor will have."""
+        """Unmap the region. No staged prompt has a place in it, now or later."""
         self._to_ranks(m.UnmapSegment(region))
 
     def _to_ranks(self, message: m.ToConnector) -> None:
@@ -248,15 +247,19 @@ class ConnectorHost:
             case m.Unstaged():
                 self._drain(message)
             case m.Drained():
-                self._drained(message)
+                if self._is_last(self._undrained, message.request_id, message.rank):
+                    with self._changed:
+                        self._forget(message.request_id)
+                    self._resolve(UNSTAGING, message.request_id)
             case m.Claimed():
-                self._listener.claimed(
-                    message.request_id, message.local_tokens, message.loaded_tokens
-                )
+                local_tokens, loaded_tokens = message.local_tokens, message.loaded_tokens
+                self._listener.claimed(message.request_id, local_tokens, loaded_tokens)
             case m.SegmentMapped():
-                self._attached(message)
+                name = str(message.region)
+                if self._is_last(self._unattached, name, message.rank) or message.problem:
+                    self._resolve(ATTACHING, name, message.problem)
             case m.Loaded():
-                if self._have_all_loaded(message):
+                if self._is_last(self._unloaded, message.request_id, message.rank):
                     self._listener.loaded(message.request_id)
             case m.Saved():
                 tokens = self._all_have(message)
@@ -265,28 +268,19 @@ class ConnectorHost:
             case m.Broken():
                 self._break(message.reason)
 
-    def _attached(self, message: m.SegmentMapped) -> None:
-        name = str(message.region)
+    def _is_last(self, left_of: dict[str, set[int]], name: str, rank: int) -> bool:
+        """True if `rank` was the last rank of `left_of[name]`."""
         with self._changed:
-            left = self._unattached.get(name, set())
-            left.discard(message.rank)
-            if left and not message.problem:
-                return
-            self._unattached.pop(name, None)
-        self._resolve(ATTACHING, name, message.problem)
-
-    def _have_all_loaded(self, message: m.Loaded) -> bool:
-        with self._changed:
-            left = self._unloaded.get(message.request_id)
+            left = left_of.get(name)
             if left is None:
                 return False
-            left.discard(message.rank)
+            left.discard(rank)
             if not left:
-                del self._unloaded[message.request_id]
+                del left_of[name]
             return not left
 
     def _all_have(self, message: m.Saved) -> int | None:
-        """What the slowest rank has, when this message raised it. None: not raised."""
+        """Tokens of the slowest rank if this message raised them, else None."""
         with self._changed:
             by_rank = self._saved[message.request_id]
             before = min(by_rank.values()) if len(by_rank) == len(self._ready) else 0
@@ -305,23 +299,13 @@ class ConnectorHost:
         for inbox in ranks.values():
             self._post.post(inbox, m.Drain(message.request_id, message.moves))
 
-    def _drained(self, message: m.Drained) -> None:
-        with self._changed:
-            left = self._undrained.get(message.request_id, set())
-            left.discard(message.rank)
-            if left:
-                return
-            self._undrained.pop(message.request_id, None)
-            self._forget(message.request_id)
-        self._resolve(UNSTAGING, message.request_id)
-
     def _resolve(self, kind: str, request_id: str, error: str = "") -> None:
         with self._changed:
             future, _ = self._waiting.pop((kind, request_id), (None, 0.0))
         if future is not None and error:
             _fail(future, error)
         elif future is not None:
-            with contextlib.suppress(InvalidStateError):  # its user gave it up
+            with contextlib.suppress(InvalidStateError):  # the caller has cancelled it
                 future.set_result(None)
 
     def _expire(self) -> None:
@@ -330,7 +314,7 @@ class ConnectorHost:
             late = [asked for asked, (_, until_s) in self._waiting.items() if until_s <= now_s]
             futures = [(asked, self._waiting.pop(asked)[0]) for asked in late]
         for (kind, request_id), future in futures:
-            _fail(future, f"{kind} {request_id}: TensorRT-LLM's processes did not answer in time")
+            _fail(future, f"{kind} {request_id}: the engine's processes did not answer in time")
 
     def _break(self, reason: str) -> None:
         with self._changed:

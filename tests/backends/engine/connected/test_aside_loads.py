@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm import rank_copies
-from backends.engine.trtllm.connector import aside_pages_min
-from backends.engine.trtllm.copier import HostCopier
-from tests.backends.engine.trtllm.connected import Connected
-from tests.backends.engine.trtllm.listening import WAIT_S
-from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of
-from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+from backends.engine.connected import rank_copies
+from backends.engine.connected.copier import HostCopier
+from tests.backends.engine.connected.connected import Connected, Make, expected, filled, prompt_of
+from tests.backends.engine.connected.listening import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("trtllm")
 LONG, SHORT = prompt_of(200), prompt_of(20, 2)
 STEPS = 12  # of a request that generates meanwhile
 
@@ -62,8 +57,8 @@ def test_streams_go_on_while_a_large_prefix_is_loaded(
     engine.executor.run_until_idle()
     assert engine.output(long) == expected(engine, LONG, 3)
     engine.unstage("long", pages)
-    assert engine.executor.blocks.free_blocks == engine.executor.blocks.blocks
-    assert not engine.executor.connectors.scheduler._scheduler._aside
+    assert engine.all_free
+    assert not engine.scheduler._aside
 
 
 def test_a_small_prefix_is_loaded_in_its_own_pass(make: Make, gate: threading.Event) -> None:
@@ -122,18 +117,3 @@ def test_a_load_that_fails_is_never_called_loaded(
         engine.executor.step()
     assert engine.output(request) == []
     engine.free_pages += pages
-
-
-def test_the_limit_is_what_goes_over_one_gpu_s_bus() -> None:
-    class Args:
-        tensor_parallel_size = 2
-
-        class kv_cache_config:
-            tokens_per_block = 32
-
-    def pages(aside_bytes_min: int) -> int:
-        return aside_pages_min(m.Site("", "", 256, 32 * 2**20, aside_bytes_min), Args())
-
-    assert pages(0) == 0
-    assert pages(256 * 2**20) == 128, "2 MiB a page and rank"
-    assert pages(1) == 1

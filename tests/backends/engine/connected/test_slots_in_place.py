@@ -5,26 +5,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm import rank_copies
-from backends.engine.trtllm.channel import ChannelError
-from backends.engine.trtllm.copier import HostCopier
-from backends.engine.trtllm.scheduler import StageScheduler
-from mooncake_store.block_keys import chain_seed
+from backends.engine.connected import rank_copies
+from backends.engine.connected.channel import ChannelError
+from backends.engine.connected.copier import HostCopier
 from mooncake_store.memory.segment import Segment
-from tests.backends.engine.trtllm.connected import Connected
-from tests.backends.engine.trtllm.listening import WAIT_S
-from tests.backends.engine.trtllm.test_aside_loads import gate as gate  # a fixture
-from tests.backends.engine.trtllm.test_connector import Make, expected, filled, prompt_of
-from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+from tests.backends.engine.connected.connected import Connected, Make, expected, filled, prompt_of
+from tests.backends.engine.connected.listening import WAIT_S
+from tests.backends.engine.connected.test_aside_loads import gate as gate  # a fixture
 
-pytestmark = pytest.mark.usefixtures("trtllm")
 LONG = prompt_of(200)
 LOADED = 192
 
@@ -150,24 +142,6 @@ def test_a_slot_that_is_not_its_worker_s_any_more_is_left_alone(make: Make) -> N
     saved = [said[2] for said in engine.heard.all if said[:2] == ("saved", "long")]
     assert saved == [64], "of what stands behind it nothing is known"
     engine.unstage("long", pages)
-
-
-def test_nothing_is_saved_behind_what_its_worker_will_complete() -> None:
-    """One token more may fill a page of a block that is complete by then."""
-    prompt = prompt_of(95)
-    stage = m.Stage.of("a", prompt, 32, chain_seed("print"), "", [0, 4096, 8192], 0)
-    scheduler = StageScheduler(32, 16, lambda message: None)
-    assert not scheduler.add_checked(msgspec.structs.replace(stage, saved_tokens_max=80))
-    request = SimpleNamespace(request_id=1, get_tokens=lambda beam: prompt, cache_salt=None)
-    assert scheduler.match(request, 0) == 0
-    scheduler.allocated(request, list(range(7)))
-    step = SimpleNamespace(
-        request_id=1, new_block_ids=list(range(7)), computed_position=0, num_scheduled_tokens=95
-    )
-    (move,) = scheduler.orders([step], []).saves
-    assert move.block_ids == list(range(5))
-    step.new_block_ids, step.computed_position, step.num_scheduled_tokens = [], 95, 1
-    assert scheduler.orders([], [step]).saves == []
 
 
 def test_a_block_may_be_completed_while_the_next_part_of_its_save_is_copied(

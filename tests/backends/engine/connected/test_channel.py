@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.channel import (
+from backends.engine.connected import messages as m
+from backends.engine.connected.channel import (
     SCHEDULER,
     ChannelError,
     ConnectorHost,
@@ -18,7 +18,7 @@ from backends.engine.trtllm.channel import (
     rank_name,
 )
 from mooncake_store.block_keys import block_keys, chain_seed
-from tests.backends.engine.trtllm.listening import WAIT_S, Heard
+from tests.backends.engine.connected.listening import WAIT_S, Heard
 
 SEED = chain_seed("print")
 

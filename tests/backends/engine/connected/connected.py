@@ -1,48 +1,52 @@
-"""A worker's end and an executor with our connector, in one process: what a test drives.
+"""A worker's end and an engine with our connector, in one process: what a test drives.
 
-`keep` is the store: block bytes by key, so that what one side saved another can stage.
+Tests that take `make` (conftest.py) run with each engine: the small one (small_engine.py), and the
+stand-in for TensorRT-LLM (../trtllm/stand_in.py). `keep` is the store: bytes of blocks by key, so
+that one engine can stage what another has saved.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.channel import ConnectorHost
-from mooncake_store.block_keys import chain_seed
+from backends.engine.connected import messages as m
+from backends.engine.connected.channel import ConnectorHost
+from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.layout import blocks_touched
-from tests.backends.engine.trtllm.listening import WAIT_S, Heard
-from tests.backends.engine.trtllm.slots import Slots
+from tests.backends.engine.connected.listening import WAIT_S, Heard
+from tests.backends.engine.connected.slots import Slots
 
-CONNECTOR = "backends.engine.trtllm.connector"
+Make = Callable[..., "Connected"]
 
 
-class Connected:
+class Connected(ABC):
     """One engine: its staging pool, its channel, its executor."""
+
+    executor: Any  # with submit, step, run_until_idle, abort, has_work, ranks and blocks
+    scheduler: Any  # a StageScheduler
+    copies: list[Any]  # RankCopies of each rank
 
     def __init__(
         self,
         folder: Path,
         shape: Any,
+        token_bytes: int,
         block_tokens: int = 16,
         pool_pages: int = 24,
-        connector_module: str = CONNECTOR,
         block_bytes: int = 0,
         heard: Heard | None = None,
         aside_bytes_min: int = 0,
-        **arguments: Any,
+        **options: Any,
     ) -> None:
-        from tensorrt_llm._fake.executor import Executor
-        from tensorrt_llm.llmapi.llm_args import KvCacheConfig, KvCacheConnectorConfig, TorchLlmArgs
-
+        """`token_bytes`: KV of a token. `options` are the engine's."""
         self.shape, self.block_tokens = shape, block_tokens
-        token_bytes = shape.layers * shape.kv_factor * shape.kv_heads * shape.head_bytes
         self.block_bytes = block_bytes or token_bytes * block_tokens
         folder.mkdir(parents=True, exist_ok=True)
         pool_path = folder / "pool"
@@ -55,32 +59,42 @@ class Connected:
         # request -> block -> slot: to be read, and to be filled
         self._in_slots: dict[str, dict[int, tuple[Slots, int]]] = {}
         self.filling: dict[str, dict[int, tuple[Slots, int]]] = {}
-        address = f"ipc://{folder}/kv"
-        is_alike = shape.kv_factor == 1
         site = m.Site(
-            address, str(pool_path), block_tokens, self.block_bytes, aside_bytes_min, is_alike
+            f"ipc://{folder}/kv",
+            str(pool_path),
+            block_tokens,
+            self.block_bytes,
+            aside_bytes_min,
+            is_alike=shape.kv_factor == 1,
         )
-        os.environ.update(site.to_environment())
-        cache = {"enable_block_reuse": True, "enable_partial_reuse": False, "max_tokens": 512}
-        cache |= arguments.pop("cache", {})
         self.host = ConnectorHost(site.channel, self.heard)
         try:
-            self.executor = Executor(
-                TorchLlmArgs(
-                    kv_cache_config=KvCacheConfig(tokens_per_block=shape.tokens_per_block, **cache),
-                    kv_connector_config=KvCacheConnectorConfig(
-                        connector_module, "MooncakeConnectorScheduler", "MooncakeConnectorWorker"
-                    ),
-                    **arguments,
-                ),
-                shape,
-            )
+            self._start(site, options)
         except BaseException:
             self.host.close()  # after what was said until now
             raise
-        finally:
-            os.environ.pop(m.ENVIRONMENT)
         self.host.wait_ready(WAIT_S)
+
+    @abstractmethod
+    def _start(self, site: m.Site, options: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def submit(
+        self, number: int, prompt: Sequence[int], tokens_max: int, salt: str | None = None
+    ) -> Any: ...
+
+    @abstractmethod
+    def expected(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        """The answer of the engine's model, computed without pages."""
+
+    @property
+    @abstractmethod
+    def saving(self) -> set[int]:
+        """Finished requests whose pages stay until they are saved."""
+
+    @property
+    def all_free(self) -> bool:
+        return bool(self.executor.blocks.free_blocks == self.executor.blocks.blocks)
 
     def start_node(self, slots: int = 24) -> None:
         """The storage node's next incarnation; the one before it dies, if there is one."""
@@ -184,15 +198,6 @@ class Connected:
     def page(self, page: int) -> Any:
         return self.pool[page * self.block_bytes : (page + 1) * self.block_bytes]
 
-    def submit(
-        self, number: int, prompt: Sequence[int], tokens_max: int, salt: str | None = None
-    ) -> Any:
-        from tensorrt_llm._fake.request import LlmRequest
-
-        request = LlmRequest(number, list(prompt), tokens_max, cache_salt=salt)
-        self.executor.submit(request)
-        return request
-
     def generate(self, number: int, prompt: Sequence[int], tokens_max: int, **options: Any) -> Any:
         """Runs it to its end; the request, with the tokens that came out."""
         request = self.submit(number, prompt, tokens_max, **options)
@@ -205,8 +210,38 @@ class Connected:
     def close(self) -> None:
         self.host.close()
         self.executor.shutdown()
-        for connector in (self.executor.connectors.scheduler, *self.executor.connectors.workers):
-            if hasattr(connector, "close"):
-                connector.close()
         for node in self.nodes:
             node.die()
+
+
+def prompt_of(tokens: int, seed: int = 1) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(2048) for _ in range(tokens)]
+
+
+def expected(engine: Connected, prompt: list[int], tokens: int) -> list[int]:
+    return engine.expected(prompt, tokens)
+
+
+def keys_of(engine: Connected, prompt: list[int], salt: str = "") -> list[bytes]:
+    return block_keys(prompt, engine.block_tokens, chain_seed("print", cache_salt=salt))
+
+
+def filled(engine: Connected, prompt: list[int]) -> dict[bytes, bytes]:
+    """The store after the engine has computed this prompt."""
+    store: dict[bytes, bytes] = {}
+    pages = engine.stage("fill", prompt)
+    engine.generate(1000, prompt, 1)
+    tokens = len(prompt) // engine.shape.tokens_per_block * engine.shape.tokens_per_block
+    engine.heard.wait_for("saved", "fill", tokens)
+    engine.keep(prompt, pages, store)
+    engine.unstage("fill", pages)
+    return store
+
+
+def step_until(engine: Connected, is_true: Any) -> None:
+    for _ in range(1000):
+        if is_true():
+            return
+        engine.executor.step()
+    raise AssertionError("it never happened")

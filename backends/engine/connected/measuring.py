@@ -1,11 +1,12 @@
-"""How fast this TensorRT-LLM computes, by asking it: samples for the machine profile.
+"""Samples of an engine's speed for the machine profile.
 
-The engine batches by itself, so a sample is a request from outside: a prompt of random tokens with
-one token of answer, or a batch of streams and the gaps between their tokens. A prefix is one that
-the engine computed for the request before. Nobody staged these requests, so nothing of them is
-loaded or saved. Points are taken in order until the budget is spent, the first few in any case.
+The engine batches by itself, so a sample is made of requests. One kind is a prompt of random tokens
+with one output token, the other a batch of streams and the time between tokens. A sample with a
+prefix computes the prefix first, so that the engine's own prefix cache has it. No prompt is staged,
+so nothing is loaded or saved. Points are measured in order until the budget is spent, the first
+ones always.
 
-Not here: the formula that is fitted to them (conductor/estimates/estimates.py).
+Not here: the formula that is fitted to the samples (conductor/estimates/estimates.py).
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from backends.engine.connected.generation import EngineRun, Order, Outcome, Sink
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm.llm_thread import EngineRun, Order, Outcome, Sink
 
 # (new tokens, tokens before them)
 PREFILL_POINTS = (
     (64, 0), (512, 0), (2048, 0), (512, 2048), (8192, 0), (2048, 8192), (256, 0), (32768, 0),
 )  # fmt: skip
 DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))  # (batch, context of each)
-POINTS_MIN = 3  # get a sample however slow the engine is: with none there is nothing to fit
+POINTS_MIN = 3  # measured even beyond the budget; the fit needs samples
 GAPS = 12
 ANSWER_S_MAX = 120.0
 
 
 class Measured(Protocol):
-    max_seq_len: int  # what its LLM takes, answer included
+    max_seq_len: int  # prompt and output tokens of a request
     vocabulary_tokens: int
 
     def sampling(self, params: SamplingParams, position: int, tokens: int) -> object: ...
@@ -40,7 +41,7 @@ class Measured(Protocol):
 
 
 class Stopwatch:
-    """A sink that notes when tokens came."""
+    """A sink that records the times of tokens."""
 
     def __init__(self) -> None:
         self.token_s: list[float] = []
@@ -63,17 +64,17 @@ class Stopwatch:
 
 def measured_prefill(engine: Measured, budget_s: float) -> list[tuple[int, int, float]]:
     """(new tokens, tokens before them, seconds)"""
-    chance = random.Random(1)
+    rng = random.Random(1)
     samples: list[tuple[int, int, float]] = []
     until_s = time.perf_counter() + budget_s
-    _seconds(engine, _tokens(engine, chance, 32))  # the first request of all compiles kernels
+    _seconds(engine, _tokens(engine, rng, 32))  # the first request compiles kernels
     for new, before in PREFILL_POINTS:
         if new + before >= engine.max_seq_len:
             continue
-        prefix = _tokens(engine, chance, before)
+        prefix = _tokens(engine, rng, before)
         if before:
             _seconds(engine, prefix)
-        taken = [_seconds(engine, prefix + _tokens(engine, chance, new)) for _ in range(2)]
+        taken = [_seconds(engine, prefix + _tokens(engine, rng, new)) for _ in range(2)]
         samples.append((new, before, min(taken)))
         if len(samples) >= POINTS_MIN and time.perf_counter() > until_s:
             break
@@ -82,15 +83,15 @@ def measured_prefill(engine: Measured, budget_s: float) -> list[tuple[int, int, 
 
 def measured_decode(engine: Measured, budget_s: float, slots: int) -> list[tuple[int, int, float]]:
     """(batch, context tokens of all, seconds of a step)"""
-    chance = random.Random(2)
+    rng = random.Random(2)
     samples: list[tuple[int, int, float]] = []
     until_s = time.perf_counter() + budget_s
     for batch, context in DECODE_POINTS:
         if batch > slots or context + GAPS >= engine.max_seq_len:
             continue
-        prompts = [_tokens(engine, chance, context) for _ in range(batch)]
+        prompts = [_tokens(engine, rng, context) for _ in range(batch)]
         watches = _run(engine, prompts, GAPS + 1)
-        starts_s = max(watch.token_s[0] for watch in watches)  # when all of them decode
+        starts_s = max(watch.token_s[0] for watch in watches)  # all of them decode from here on
         ends_s = min(watch.token_s[-1] for watch in watches)
         within = [each for each in watches[0].token_s if starts_s <= each <= ends_s]
         gaps = [after - before for before, after in itertools.pairwise(within)]
@@ -101,8 +102,8 @@ def measured_decode(engine: Measured, budget_s: float, slots: int) -> list[tuple
     return samples
 
 
-def _tokens(engine: Measured, chance: random.Random, count: int) -> list[int]:
-    return [chance.randrange(engine.vocabulary_tokens) for _ in range(count)]
+def _tokens(engine: Measured, rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(engine.vocabulary_tokens) for _ in range(count)]
 
 
 def _seconds(engine: Measured, prompt: list[int]) -> float:

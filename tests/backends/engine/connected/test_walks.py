@@ -16,12 +16,9 @@ from typing import Any
 import pytest
 
 from mooncake_store.block_keys import block_keys, chain_seed
-from tests.backends.engine.trtllm.connected import Connected
-from tests.backends.engine.trtllm.listening import WAIT_S
-from tests.backends.engine.trtllm.test_connector import Make, expected
-from tests.backends.engine.trtllm.test_connector import make as make  # a fixture
+from tests.backends.engine.connected.connected import Connected, Make, expected
+from tests.backends.engine.connected.listening import WAIT_S
 
-pytestmark = pytest.mark.usefixtures("trtllm")
 B = 16
 STEPS = 600
 
@@ -140,10 +137,10 @@ class Walk:
             engine.executor.run_until_idle()
             for each in going:
                 self.leave(engine, each)
-            assert engine.executor.blocks.free_blocks == engine.executor.blocks.blocks
-            for copies in (worker._copies for worker in engine.executor.connectors.workers):
+            assert engine.all_free
+            for copies in engine.copies:
                 assert copies is not None and not copies._is_broken
-            scheduler = engine.executor.connectors.scheduler._scheduler
+            scheduler = engine.scheduler
             scheduler.check()
             assert len(scheduler._table) == 0 and not scheduler._table._taken
 

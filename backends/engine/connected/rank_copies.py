@@ -1,26 +1,17 @@
-"""One rank's copies: loads before a forward pass, saves behind it, and who waits for them.
+"""The copies of one rank: loads before a forward pass, saves after it.
 
-The executor's thread hands orders over and never waits for a copy to end (on a GPU; on the CPU
-loads are copied at once). A thread of its own waits for events, copies what is to be saved, counts
-what is over, tells the worker, and lets TensorRT-LLM have its pages back through `get_finished`.
-Loads aside are copied there too, in parts, so that saves get their turn between.
+The engine's thread passes orders on and does not wait for copies (HostCopier loads at once). The
+thread of copies waits for events, copies, notifies the worker, and counts the finished moves of
+each request. The counts decide when a request is drained, and when the engine may reuse its pages.
 
-A load out of a slot of the storage node is believed when the slot still holds, behind the copy,
-what the worker has verified there: it is leased, so it does. If it does not, the worker has lost
-its lease and not heard of it, and the engine's pages hold nobody knows what: `Broken`, and the
-worker ends the engine. Nothing is called loaded before that look.
+After a load the slot must still hold the verified block, which a lease ensures. If it does not, the
+engine's pages hold unknown bytes: the rank sends `Broken`, and the worker ends the engine. A save
+into a slot checks before the copy. If the slot is not the worker's any more, no further page of the
+request is saved. Such a slot is quarantined for longer than check and copy take.
 
-A save into such a slot looks first: what is not its worker's to fill any more is left alone, and
-nothing from there on is called saved. (Between that look and the copy lies what lies between a
-worker's look and its copy; a slot that was given up rests for longer before others have it.)
+If ranks are alike, only rank 0 copies saves, and all ranks report them.
 
-Of ranks that are alike only the first copies what is saved; the others say at once that it is, and
-the worker believes it when all have said so.
-
-A forward pass that raises is not followed by `wait_for_save`, and TensorRT-LLM goes on. What was
-to be saved behind it was never computed: it counts as over, and nothing of it is called saved.
-
-Not here: which copies (scheduler.py), how bytes move (copier.py).
+Not here: which pages are copied (scheduler.py), the copies themselves (copier.py).
 """
 
 from __future__ import annotations
@@ -32,25 +23,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from backends.engine.trtllm import messages as m
-from backends.engine.trtllm.block_pages import BlockPages, Move, Orders, SlotUse
-from backends.engine.trtllm.copier import Copier, Event, RegionRefused
+from backends.engine.connected import messages as m
+from backends.engine.connected.block_pages import BlockPages, LlmId, Move, Orders, SlotUse
+from backends.engine.connected.copier import Copier, Event, RegionRefused, make_copier
+from backends.engine.connected.host_memory import map_pool
 from mooncake_store.memory.segment import Segment
 from mooncake_store.memory.segment_file import SegmentRefused
 
 log = logging.getLogger(__name__)
-FENCE_S_MAX = 60.0  # nothing takes so long; better an error than an executor that hangs
-PART_BYTES_MAX = 64 * 2**20  # between two turns of others, or two words to the worker
+FENCE_S_MAX = 60.0  # longer than any copy; then an error instead of an engine that hangs
+PART_BYTES_MAX = 64 * 2**20  # copied before other moves get a turn, or before the next Saved
 
 
 class Batch(NamedTuple):
     moves: list[Move]
     is_load: bool
-    event: (
-        Event | None
-    )  # loads: reached when they are over; saves, loads aside: when they may start
-    is_aside: bool = False  # one move
-    pages_done: int = 0  # of it
+    # Loads: reached after the copy. Saves and loads aside: reached when the copy may start.
+    event: Event | None
+    is_aside: bool = False  # then there is one move
+    pages_done: int = 0  # of the load aside
 
 
 class RankCopies:
@@ -66,29 +57,29 @@ class RankCopies:
         self._copier = copier
         self._send = send
         self._lock = threading.Condition()
-        self._ended: Counter[str] = Counter()  # moves that are over, by request
-        self._draining: dict[str, int] = {}  # moves to be waited for
-        self._saving: Counter[int] = Counter()  # moves that are not, by TensorRT-LLM's id
-        self._loading: Counter[int] = Counter()  # loads aside that are not over, likewise
-        self._started: list[int] = []  # TensorRT-LLM waits for their loads
-        self._finished: deque[int] = deque()  # TensorRT-LLM waits for their saves; oldest first
-        self._next_saves: list[Move] = []
-        self._holed: set[str] = set()  # requests of which some pages were never computed
-        self._given_away: set[str] = set()  # requests whose slots are others' by now
+        self._ended: Counter[str] = Counter()  # finished moves, by request
+        self._draining: dict[str, int] = {}  # moves that must end before Drained, by request
+        self._saving: Counter[LlmId] = Counter()  # saves that have not ended
+        self._loading: Counter[LlmId] = Counter()  # loads aside that have not ended
+        self._started: list[LlmId] = []  # the engine waits for their loads
+        self._finished: deque[LlmId] = deque()  # the engine waits for their saves; oldest first
+        self._next_saves: list[Move] = []  # of the present pass
+        self._holed: set[str] = set()  # requests with pages that were not computed or not saved
+        self._given_away: set[str] = set()  # requests whose slots are not the worker's any more
         self._load_event: Event | None = None
         self._load_stream: Any = None
         self._is_broken = False
         self._segments: dict[int, Segment] = {}  # by region
         self._attaching: set[int] = set()  # regions
-        self._unwanted: set[int] = set()  # of those: let go of before they were there
+        self._unwanted: set[int] = set()  # regions unmapped while they were attaching
         self._batches: queue.SimpleQueue[Batch | m.UnmapSegment | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()
 
-    # -- the executor's thread
+    # -- the engine's thread
 
     def start(self, orders: Orders, stream: Any) -> None:
-        """Before the forward pass."""
+        """Called before the forward pass."""
         self._load_event = None
         self._drop_uncomputed()
         for llm_id in orders.fences:
@@ -106,49 +97,49 @@ class RankCopies:
         if aside:
             with self._lock:
                 self._loading.update(move.llm_id for move in aside)
-            # Their pages may have just been taken from a request whose last step is under way.
+            # Their pages may just have been freed by a request whose last step still runs.
             event = self._copier.record(stream)
             for move in aside:
                 self._batches.put(Batch([move], True, event, is_aside=True))
 
     def _drop_uncomputed(self) -> None:
-        """Of a pass that was started and not ended: it raised."""
-        if self._next_saves:
-            saves, self._next_saves = self._next_saves, []
+        """Drop the saves of a pass that raised: `after_forward` was not called for it."""
+        saves, self._next_saves = self._next_saves, []
+        if saves:
             with self._lock:
                 self._holed.update(move.request_id for move in saves)
             log.warning("a forward pass failed: KV of %d requests is not saved", len(saves))
             self._end(saves, is_load=False)
 
-    def _wait_saved(self, llm_id: int) -> None:
+    def _wait_saved(self, llm_id: LlmId) -> None:
         with self._lock:
             if not self._lock.wait_for(lambda: not self._saving[llm_id], FENCE_S_MAX):
                 raise RuntimeError(f"KV was not copied within {FENCE_S_MAX:g} s")
 
     def before_layer(self, stream: Any) -> None:
-        """A forward pass on another stream than the one that loads were announced on waits too."""
+        """A forward pass on another stream than that of `start` waits for the loads too."""
         if self._load_event is not None and stream != self._load_stream:
             stream.wait_event(self._load_event)
             self._load_stream = stream
 
     def after_forward(self, stream: Any) -> None:
-        if self._next_saves:
-            saves, self._next_saves = self._next_saves, []
-            with self._lock:  # what is behind a hole: "saved" would speak of the hole too
-                behind = [move for move in saves if move.request_id in self._holed]
-            if behind:
-                self._end(behind, is_load=False)
-                saves = [move for move in saves if move not in behind]
+        saves, self._next_saves = self._next_saves, []
+        if saves:
+            with self._lock:  # Saved includes all leading tokens, so it stops at a hole
+                after_hole = [move for move in saves if move.request_id in self._holed]
+            if after_hole:
+                self._end(after_hole, is_load=False)
+                saves = [move for move in saves if move not in after_hole]
             self._batches.put(Batch(saves, False, self._copier.record(stream)))
 
-    def finished(self, llm_ids: Sequence[int]) -> list[int]:
-        """Whose pages TensorRT-LLM may have back now: at most one request, always the oldest.
+    def finished(self, llm_ids: Sequence[LlmId]) -> list[LlmId]:
+        """The requests whose pages the engine may reuse: at most one, always the oldest.
 
-        An older executor ends one save an iteration and forgets the others that all ranks are
-        done with. Each rank hears of the same requests in the same calls, so with one at a time
-        and in their order no two are ever completed in one step, however far ranks are apart.
+        Older releases of TensorRT-LLM end one save in a step and forget the others that all ranks
+        have finished. All ranks get the same requests in the same calls. So with one request at a
+        time, in one order, ranks never complete two requests in one step.
 
-        Called at the end of each iteration, also of one whose pass raised; then it may be idle.
+        Called at the end of each step, also of one whose pass raised.
         """
         self._drop_uncomputed()
         with self._lock:
@@ -160,8 +151,8 @@ class RankCopies:
                 return []
             return [self._finished.popleft()]
 
-    def loaded(self, llm_ids: Sequence[int]) -> list[int]:
-        """Of these and earlier ones: whose load is over, so that they may be computed."""
+    def loaded(self, llm_ids: Sequence[LlmId]) -> list[LlmId]:
+        """The requests, of these and of earlier calls, that are loaded and may be computed."""
         with self._lock:
             self._started.extend(llm_ids)
             over = [llm_id for llm_id in self._started if not self._loading[llm_id]]
@@ -177,13 +168,13 @@ class RankCopies:
                 is_over = self._take_drained(message.request_id)
             if is_over:
                 self._send(m.Drained(message.request_id, self._pages.rank))
-        elif isinstance(message, m.MapSegment):  # locking its pages takes long: nobody waits here
+        elif isinstance(message, m.MapSegment):  # slow, as it locks all pages
             self._attaching.add(message.region)
             threading.Thread(
                 target=self._attach, args=[message], name="kv-attach", daemon=True
             ).start()
         elif isinstance(message, m.UnmapSegment):
-            self._batches.put(message)  # behind what is being copied
+            self._batches.put(message)  # after the copies that are queued
 
     def _attach(self, message: m.MapSegment) -> None:
         problem = ""
@@ -216,7 +207,7 @@ class RankCopies:
             segment.close()
 
     def close(self) -> None:
-        """After what is ordered, or not at all where events are not reached any more."""
+        """Wait for the queued copies, but not long: their events may never be reached."""
         self._batches.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=5.0)
@@ -234,18 +225,18 @@ class RankCopies:
                         self._load_aside(batch)
                         continue
                     self._load(batch) if batch.is_load else self._save(batch)
-                except Exception as error:  # Catch all: the worker is notified, not TensorRT-LLM
+                except Exception as error:  # Catch all: the worker is notified, not the engine
                     log.exception("copying KV failed")
-                    self._is_broken = True  # and nothing is called saved any more
+                    self._is_broken = True  # no further Saved
                     self._send(m.Broken(f"rank {self._pages.rank} could not copy KV: {error}"))
-            if not batch.is_aside:  # else it never came, and must not be called loaded
+            if not batch.is_aside:  # a load aside that failed must never count as loaded
                 self._end(batch.moves, batch.is_load)
         self._copier.close()
         for segment in self._segments.values():
             segment.close()
 
     def _load_aside(self, batch: Batch) -> None:
-        """A part of it; the rest stands behind what came meanwhile."""
+        """Copy a part; the rest goes to the end of the queue."""
         (move,) = batch.moves
         stop = batch.pages_done + max(1, PART_BYTES_MAX // self._pages.page_bytes)
         part = move._replace(
@@ -265,12 +256,12 @@ class RankCopies:
         self._believe(batch.moves)
 
     def _believe(self, moves: Sequence[Move]) -> None:
-        """These loads are over: was it what the worker has verified, to the end?"""
+        """Check the slots after these loads, then report the loads."""
         for move in moves:
             if not all(self._copier.memory.is_still(use) for use in move.uses):
                 raise RuntimeError(
-                    f"a slot of the storage node was given away while {move.request_id} was loaded "
-                    "from it"
+                    "a slot of the storage node was given away while it was read for "
+                    f"{move.request_id}"
                 )
             self._send(m.Loaded(move.request_id, self._pages.rank))
 
@@ -300,18 +291,15 @@ class RankCopies:
             return False
 
     def _end(self, moves: Sequence[Move], is_load: bool) -> None:
-        """These moves touch nothing any more, whether they went well or not."""
+        """These moves have ended, with or without success."""
         with self._lock:
             for move in moves:
                 self._ended[move.request_id] += 1
-                if move.is_aside:
-                    self._loading[move.llm_id] -= 1
-                    if not self._loading[move.llm_id]:
-                        del self._loading[move.llm_id]
-                if not is_load:
-                    self._saving[move.llm_id] -= 1
-                    if not self._saving[move.llm_id]:
-                        del self._saving[move.llm_id]
+                if move.is_aside or not is_load:
+                    pending = self._loading if is_load else self._saving
+                    pending[move.llm_id] -= 1
+                    if not pending[move.llm_id]:
+                        del pending[move.llm_id]
             self._lock.notify_all()
             asked = {move.request_id for move in moves}
             drained = [request_id for request_id in asked if self._take_drained(request_id)]
@@ -325,3 +313,24 @@ class RankCopies:
         self._holed.discard(request_id)
         self._given_away.discard(request_id)
         return True
+
+
+def register(
+    site: m.Site,
+    pages: BlockPages,
+    tp_size: int,
+    tokens_per_block: int,
+    kv: Any,
+    gpu_pages: int,
+    send: Callable[[m.ToWorker], None],
+) -> tuple[RankCopies, m.Ready]:
+    """The copies of a rank whose sizes agree with the site's, and the message to send then.
+
+    `kv`: the memory of all pages of this rank, a contiguous torch tensor.
+    """
+    pool = map_pool(site.pool_path, site.block_bytes)
+    copies = RankCopies(pages, tokens_per_block, make_copier(kv, pool), send)
+    pool_pages = len(pool) // site.block_bytes
+    return copies, m.Ready(
+        pages.rank, tp_size, pages.rank_bytes, tokens_per_block, pool_pages, gpu_pages
+    )

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backends.engine.trtllm import staging_pool
-from backends.engine.trtllm.staging_pool import PoolProblem, StagingPool
+from backends.engine.connected import host_memory
+from backends.engine.connected.host_memory import PoolProblem, StagingPool
 
 
 @pytest.fixture(autouse=True)
 def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(staging_pool, "SHM", tmp_path)
+    monkeypatch.setattr(host_memory, "SHM", tmp_path)
     return tmp_path
 
 

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 import torch
 
-from backends.engine.trtllm.block_pages import BlockPages, Move, SlotUse, place_of, size_problems
-from backends.engine.trtllm.copier import (
+from backends.engine.connected.block_pages import BlockPages, Move, SlotUse, place_of
+from backends.engine.connected.copier import (
     Copier,
     CopyAttributes,
     CudaCopier,
@@ -31,10 +31,10 @@ from backends.engine.trtllm.copier import (
     HostCopier,
     RegionRefused,
     make_copier,
-    map_pool,
 )
-from tests.backends.engine.trtllm.conftest import FAKES, forget_modules
-from tests.backends.engine.trtllm.listening import WAIT_S
+from backends.engine.connected.host_memory import map_pool
+from tests.backends.engine.connected.listening import WAIT_S
+from tests.backends.engine.trtllm.stand_in import FAKES, forget_modules
 
 sys.path.insert(0, str(FAKES))
 from tensorrt_llm._fake.stream import FakeEvent, FakeStream
@@ -237,21 +237,6 @@ def test_pages_go_where_their_tokens_are_in_the_block(
     copier.close()
 
 
-def test_neighbours_become_one_copy() -> None:
-    pages = BlockPages.of(0, 1, PAGE_BYTES, 16, 64)
-    block = 4 * PAGE_BYTES
-    whole = pages.runs([Move("a", 1, 0, [5, 6, 7, 8], [2 * block])])
-    assert whole == [(5 * PAGE_BYTES, 2 * block, block)]
-    assert len(pages.runs([Move("a", 1, 0, [5, 6, 8, 7], [2 * block])])) == 3
-    across = pages.runs([Move("a", 1, 3, [0, 1], [0, block])])
-    assert len(across) == 1, "blocks that are neighbours on the host, too"
-    assert len(pages.runs([Move("a", 1, 3, [0, 1], [block, 0])])) == 2
-    elsewhere = [place_of(1, 0), place_of(2, block)]
-    assert len(pages.runs([Move("a", 1, 3, [0, 1], elsewhere)])) == 2
-    two_ranks = BlockPages.of(0, 2, PAGE_BYTES, 16, 64)
-    assert len(two_ranks.runs([Move("a", 1, 3, [0, 1], [0, 2 * block])])) == 2
-
-
 def test_a_load_comes_after_what_the_forward_pass_still_writes(
     make: Make, stream: FakeStream
 ) -> None:
@@ -397,14 +382,13 @@ def test_a_pool_is_mapped_for_both_sides(tmp_path: Path) -> None:
             map_pool(str(path), 4096)
 
 
-def test_sizes_are_compared_before_anything_is_copied() -> None:
-    good = ((8, 3, 2, 64), 768, 16, 2, 64, 2 * 4 * 768)
-    assert size_problems(*good) == []
-    assert "no multiple" in size_problems((8, 3, 2, 64), 768, 24, 2, 64, 6144)[0]
-    assert "tp_size agree" in size_problems((8, 3, 2, 64), 768, 16, 1, 64, 6144)[0]
-    assert "shape" in size_problems((8, 64), 768, 16, 2, 64, 6144)[0]
-
-
 def test_host_memory_gets_the_plain_copier() -> None:
     kv, _, pool = memory(1, 1)
     assert isinstance(make_copier(kv, pool), HostCopier)
+
+
+def test_a_pool_file_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
+    from backends.engine.connected.host_memory import map_pool
+
+    with pytest.raises(FileNotFoundError):
+        map_pool(str(tmp_path / "none"), 4096)

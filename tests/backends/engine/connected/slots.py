@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.engine.trtllm.block_pages import SlotUse, place_of
-from backends.engine.trtllm.channel import ConnectorHost
+from backends.engine.connected.block_pages import SlotUse, place_of
+from backends.engine.connected.channel import ConnectorHost
 from mooncake_store.layout import HEADER_BYTES
 from mooncake_store.memory.segment import Segment
-from tests.backends.engine.trtllm.listening import WAIT_S
+from tests.backends.engine.connected.listening import WAIT_S
 
 HEADERS = 2  # of each slot: its block has two units
 

@@ -1,0 +1,1 @@
+"""Shared by all engines that have processes and KV pages of their own."""

@@ -1,0 +1,81 @@
+"""Generations of an engine that batches by itself: how a worker orders one and is notified of it.
+
+An engine's processes may die, or fail each request, without a report. `EngineHealth` counts
+failures that no request has caused. After several in a row the engine is lost: the worker leaves
+the cluster and its process exits, and the launcher starts both again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+FAILURES_MAX = 3  # in a row; a single failure may be an accident
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One generation to order."""
+
+    token_ids: Sequence[int]
+    sampling: Any  # an object of the engine
+    cache_salt: str = ""
+    is_streaming: bool = True
+    disaggregated_params: Any = None  # of the engine's own hand-over; None: there is none
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a generation ended. finish_reason: stop | length | cancelled | timeout."""
+
+    finish_reason: str = ""
+    error: Exception | None = None
+    native: bytes = b""  # after prefill with the engine's own hand-over: what decode needs
+
+
+class Sink(Protocol):
+    """Notified of one generation in the engine's thread. The methods must return soon."""
+
+    def tokens(self, token_ids: list[int]) -> None: ...
+    def ended(self, outcome: Outcome) -> None:
+        """Called exactly once, after the last tokens."""
+
+
+class EngineRun(Protocol):
+    """A generation that was ordered."""
+
+    def abort(self) -> None:
+        """Any thread may call this at any time."""
+
+
+class EngineHealth:
+    def __init__(self, on_lost: Callable[[str], None]) -> None:
+        """`on_lost` is called once, with the reason, in the thread that noticed the loss."""
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._failures = 0
+        self.is_lost = False
+
+    def went_well(self) -> None:
+        self._failures = 0
+
+    def failed(self, reason: str) -> None:
+        """A generation failed, and its request is not the cause."""
+        with self._lock:
+            self._failures += 1
+            is_gone = self._failures >= FAILURES_MAX
+        if is_gone:
+            self.lose(reason)
+
+    def lose(self, reason: str) -> None:
+        """The engine cannot work any more."""
+        with self._lock:
+            if self.is_lost:
+                return
+            self.is_lost = True
+        log.critical("the engine is lost: %s", reason)
+        self._on_lost(reason)

@@ -1,0 +1,116 @@
+"""Host memory that a worker and the processes of its engine map, and copy KV from and to.
+
+The *staging pool* is a file in /dev/shm; a page of it is one store block. The worker moves blocks
+between the store and the pool, and the ranks copy between the pool and the engine's own pages.
+
+A *segment* of the worker's storage node has the slots of the store; other processes read and
+write it too. A rank reads and writes only the slots that its worker has leased or allocated.
+
+Not here: which request has a page (../batching/pages.py), what a place is (block_pages.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from backends.engine.connected.block_pages import POOL, SlotUse, offset_of, region_of
+
+SHM = Path("/dev/shm")
+Bytes = NDArray[np.uint8]
+
+
+class PoolProblem(Exception):
+    """The pool does not fit; the message has its size and the remedy."""
+
+
+class StagingPool:
+    """The worker's side. The launcher removes all files whose names begin with its run's name."""
+
+    def __init__(self, run: str, worker_id: str, pages: int, page_bytes: int) -> None:
+        """`run` is the name of the launcher's socket folder, mooncake-<pid>-... ."""
+        assert pages > 0 and page_bytes > 0, (pages, page_bytes)
+        prefix = f"{run}-pool-{worker_id}-"
+        _remove_dead(prefix)
+        self.path = SHM / f"{prefix}{os.getpid()}"
+        number = 0
+        while self.path.exists():  # after a reload, and in tests with several pools
+            number += 1
+            self.path = SHM / f"{prefix}{os.getpid()}-{number}"
+        size_bytes = pages * page_bytes
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            # Allocate all memory now. A full /dev/shm would be a SIGBUS during a later copy.
+            os.posix_fallocate(file, 0, size_bytes)
+            self._memory = mmap.mmap(file, size_bytes)
+        except OSError as error:
+            self.path.unlink()
+            raise PoolProblem(
+                f"the staging pool of {pages} pages needs {size_bytes / 2**20:,.0f} MiB in {SHM}: "
+                f"{error.strerror}. Lower kv_bytes, or enlarge it (docker: --shm-size)"
+            ) from error
+        finally:
+            os.close(file)
+        self.bytes: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Remove the file. The memory is freed with the last view of it."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+
+def _remove_dead(prefix: str) -> None:
+    """Remove the pools of killed processes; a file's name ends with the process id."""
+    for path in SHM.glob(f"{prefix}*"):
+        owner = path.name.removeprefix(prefix).split("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def map_pool(path: str, block_bytes: int) -> Bytes:
+    """A rank's view of the staging pool."""
+    file = os.open(path, os.O_RDWR)
+    try:
+        size_bytes = os.fstat(file).st_size
+        if not size_bytes or size_bytes % block_bytes:
+            raise ValueError(
+                f"the staging pool {path} has {size_bytes} bytes, which are no whole pages of "
+                f"{block_bytes}"
+            )
+        return np.frombuffer(mmap.mmap(file, size_bytes), dtype=np.uint8)
+    finally:
+        os.close(file)
+
+
+class HostMemory:
+    """The regions that a rank has mapped. A mapping ends with the last view of it."""
+
+    def __init__(self, pool: Bytes) -> None:
+        self._regions = {POOL: pool}
+
+    def add(self, region: int, memory: Bytes) -> None:
+        assert region not in self._regions, f"region {region} is already mapped"
+        self._regions[region] = memory
+
+    def remove(self, region: int) -> None:
+        del self._regions[region]
+
+    def __contains__(self, region: int) -> bool:
+        return region in self._regions
+
+    def view(self, place: int, size_bytes: int) -> Bytes:
+        offset = offset_of(place)
+        return self._regions[region_of(place)][offset : offset + size_bytes]
+
+    def is_still(self, use: SlotUse) -> bool:
+        """True if the slot still holds the expected block."""
+        raw = self.view(use.place, use.length_bytes).tobytes()
+        header, others = raw[: len(use.first)], raw[use.zeros_from :]
+        return header == use.first and not any(others)
