@@ -60,7 +60,7 @@ FLOORS = {
         {"launcher", "starter"}, {"model_settings"}, {"cluster"}, {"gateway"},
         {"gateway/page"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle", "frontend/decisions"}, {"tracing"},
-        {"workers/trtllm", "workers/pipeline", "workers/roles"}, {"workers"},
+        {"workers/connected", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/torch", "engine/trtllm", "engine/vllm"}, {"engine/connected"},
         {"engine", "text"}, {"engine/batching"}, {"demo_checkpoint"},
         {"metrics", "models", "tenants"},

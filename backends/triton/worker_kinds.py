@@ -47,11 +47,9 @@ def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: in
 def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:
     """Load an engine and return its driver. `of_engine`: TensorRT-LLM's config, if it is used."""
     if config.engine == "tensorrt_llm":
-        from backends.workers.trtllm.decode import TrtllmDecode
-        from backends.workers.trtllm.prefill import TrtllmPrefill
+        from backends.workers.connected import trtllm
 
-        kind = TrtllmPrefill if role == "prefill" else TrtllmDecode
-        return kind(model, config, repository, *of_engine)
+        return trtllm.make_driver(model, config, repository, *of_engine)
     from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
 
     engine = load_engine(config, repository)

@@ -17,7 +17,7 @@ writes KV to the store, and `Repliers` send replies. The driver reports all toke
 Each frontend gets one message with the tokens of a step, or of several short steps.
 
 Not here: Triton's API (decode/model.py), the text of tokens (text_stream.py), steps and engines
-(step_driver.py, trtllm/decode.py).
+(step_driver.py, connected/decode.py).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from backends.workers.kv_writer import JobEvent
 from backends.workers.lasting_parts import LastingParts
 from backends.workers.lifecycle.decode import step
 from backends.workers.lifecycle.events import (
-    Admitted,
     Decoded,
-    Loaded,
+    KvLoaded,
+    KvSaved,
     LoadFailed,
+    PagesGiven,
     Preempted,
-    Saved,
 )
-from backends.workers.lifecycle.states import Phase, State
+from backends.workers.lifecycle.states import JobPhase, JobState
 from backends.workers.protocol import (
     DecodeRequest,
     LayersReady,
@@ -161,7 +161,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.process.incarnation,
             self.config.block_tokens,
         )
-        job.state = State(needs_grammar=self._needs_grammar(job))
+        job.state = JobState(needs_grammar=self._needs_grammar(job))
         self.driver.check(job)
         with self.lock:
             self._refuse(job)
@@ -228,23 +228,23 @@ class DecodeWorker(JobWorker[DecodeJob]):
         for admitted in self.batching.admit():
             self._arrivals.give_pages(admitted.request_id, admitted.pages)
         for job in self.jobs.values():
-            if job.state.phase is not Phase.QUEUED:
+            if job.state.phase is not JobPhase.QUEUED:
                 continue
             arrival = self._arrivals.get(job.request_id)
             if arrival is not None and arrival.pages:
                 job.arrival = self._arrivals.pop(job.request_id)
-                self.post(job, Admitted())
+                self.post(job, PagesGiven())
 
     # -- a loader reads the blocks that were not read before
 
-    def _loaded(self, job: DecodeJob) -> Loaded | LoadFailed:
+    def _loaded(self, job: DecodeJob) -> KvLoaded | LoadFailed:
         """Read the job's blocks that are not in its pages yet. Runs in the loader's thread."""
         assert job.arrival is not None, f"{job.request_id} has no pages"
         started_s = time.monotonic()
         is_new = job.saved is None
         if is_new:
             job.queue_s = started_s - job.submitted_s
-        event: Loaded | LoadFailed = Loaded()
+        event: KvLoaded | LoadFailed = KvLoaded()
         try:
             if not job.is_leaving:
                 self._load_rest(job, job.arrival, is_new)
@@ -273,7 +273,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.batching.start(job.request_id, len(job.token_ids))
         self.lock.notify_all()
 
-    # -- the driver decodes tokens (step_driver.py, trtllm/decode.py)
+    # -- the driver decodes tokens (step_driver.py, connected/decode.py)
 
     def decoded(self, tokens_of: Iterable[tuple[DecodeJob, Sequence[int]]]) -> None:
         """Record new tokens of jobs, in decoding order. The driver must then call `send_news`."""
@@ -345,7 +345,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.writer.save_soon(job.saving, job)
 
     def _on_mark(self, mark: JobEvent) -> None:
-        if isinstance(mark.event, Saved):
+        if isinstance(mark.event, KvSaved):
             mark.job.saved = mark.event.blocks
         super()._on_mark(mark)
 

@@ -2,18 +2,18 @@
 
 The worker loads KV, allocates pages, writes KV to the store and replies. A driver runs the engine:
 step by step (step_driver.py), spread over several workers (pipeline/), or as an engine with a
-process of its own (trtllm/). The contract:
+process of its own (connected/). The contract:
 
-* Compute this: after `start` returned or posted Ready, the job takes part in steps (JOIN). The
-  driver posts Sampled and Computed for a prompt, and calls `decoded` of a decode worker.
+* Compute this: after `start` returned or posted EngineReady, the job takes part in steps (JOIN).
+  The driver posts Sampled and Computed for a prompt, and calls `decoded` of a decode worker.
 * Copy this: the driver queues a write (worker.writer) as soon as KV is in the pages. It queues the
   last write of a prompt before it posts Computed.
 * Stop that: `leave` stops a job. EngineLeft follows when the engine neither reads nor writes the
   job's pages and slots, and all writes are queued. `leave` may come for a job that never started.
-* What is your load: `next_step` is asked at each turn; `has_room` before each admission.
+* What is your load: the worker calls `next_step` at each turn, and `has_room` before it admits a
+  prompt.
 
-Events are those of lifecycle/events.py, posted by `worker.post`. A job that is stopped or has
-failed may get such events late; they are ignored.
+The events are in lifecycle/events.py. Late events of a leaving job are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.interface import ServingEngine
 from backends.workers.kv_loader import KvLoader
-from backends.workers.lifecycle.events import Ready
+from backends.workers.lifecycle.events import EngineReady
 from backends.workers.protocol import WorkerMessage
 from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.layout import PageLayout
@@ -72,10 +72,10 @@ class Driver(ABC, Generic[W, J]):
         return True
 
     @abstractmethod
-    def start(self, job: J) -> Ready | None:
+    def start(self, job: J) -> EngineReady | None:
         """Prepare the engine for a job whose loaded KV is in its pages. Runs in a loader's thread.
 
-        Returns Ready, or None if the driver posts it. An exception fails the job.
+        Returns EngineReady, or None if the driver posts it. An exception fails the job.
         """
 
     @abstractmethod

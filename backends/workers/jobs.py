@@ -1,4 +1,4 @@
-"""State of one request inside a worker, from submit to reply."""
+"""JobState of one request inside a worker, from submit to reply."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import PromptLogprobs, PromptScores, TokenLogprobs
 from backends.workers.arrivals import Arrival
 from backends.workers.kv_writer import BlockPut
-from backends.workers.lifecycle.states import State
+from backends.workers.lifecycle.states import JobState
 from backends.workers.prefix_loading import LayeredPrefix
 from backends.workers.protocol import (
     BlockRef,
@@ -58,7 +58,7 @@ class Job(Generic[R, C]):
     request: R
     client: C
     submitted_s: float  # arrival at this worker (monotonic)
-    state: State = field(default_factory=State)  # only the worker's `post` changes it
+    state: JobState = field(default_factory=JobState)  # only the worker's `post` changes it
     pages_left: list[int] = field(default_factory=list)  # pages of a job that has left the batch
     # Grammar matcher after all output tokens so far. None before the KV is loaded, or if unused.
     guide: Guide | None = None

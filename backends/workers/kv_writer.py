@@ -25,7 +25,7 @@ import numpy as np
 
 from backends.engine.batching.layer_passes import LayerRings
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
-from backends.workers.lifecycle.events import Saved, SaveFailed
+from backends.workers.lifecycle.events import KvSaved, SaveFailed
 from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
 from mooncake_store.client.worker_store import WorkerStore
@@ -286,12 +286,12 @@ class KvWriter:
             self._notify(put, -1, [put.refs[block] for block in blocks], [])
 
     def save_soon(self, put: BlockPut, job: Any) -> None:
-        """Queue `save`. `on_mark` then gets Saved or SaveFailed for the job."""
+        """Queue `save`. `on_mark` then gets KvSaved or SaveFailed for the job."""
 
         def save() -> None:
-            event: Saved | SaveFailed
+            event: KvSaved | SaveFailed
             try:
-                event = Saved([] if job.is_leaving else self.save(put))
+                event = KvSaved([] if job.is_leaving else self.save(put))
             except (ServingError, StoreError) as error:
                 event = SaveFailed(WorkerUnavailable(f"{NOT_SAVED}: {error}"))
             except Exception as error:  # Catch all: the pages are released in any case

@@ -18,7 +18,7 @@ again, and its prefix is first fetched to the local node.
 A prompt whose logprobs are wanted is computed from its first token. Cached blocks are not loaded,
 but the decode worker gets them, and only the other blocks are stored.
 
-Not here: Triton's API (prefill/model.py), steps and engines (step_driver.py, trtllm/prefill.py).
+Not here: Triton's API (prefill/model.py), steps and engines (step_driver.py, connected/prefill.py).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from backends.workers.jobs import LayeredJob, PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.lasting_parts import LastingParts
 from backends.workers.lifecycle.events import (
-    Admitted,
     Blocked,
+    KvLoaded,
     LayerDue,
     LayerRead,
-    Loaded,
     LoadFailed,
+    PagesGiven,
     Unblocked,
 )
 from backends.workers.lifecycle.prefill import step
-from backends.workers.lifecycle.states import Phase, State
+from backends.workers.lifecycle.states import JobPhase, JobState
 from backends.workers.prefix_loading import (
     Fetching,
     FoundPrefix,
@@ -153,7 +153,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             put=put,
             scores=self._scores(request, ids),
         )
-        job.state = State(
+        job.state = JobState(
             needs_grammar=self._needs_grammar(job),
             keeps_leases=bool(request.decode_inbox) and not self.driver.is_native,
         )
@@ -190,11 +190,11 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 layer_bytes = self.driver.engine.layout.layer_bytes
                 job.put.rings = LayerRings(self._rings, layer_bytes, numbers)
                 job.layers = LayeredJob()
-            self.post(job, Admitted())
+            self.post(job, PagesGiven())
 
     # -- a loader brings its cached prefix
 
-    def _loaded(self, job: PrefillJob) -> Loaded | None:
+    def _loaded(self, job: PrefillJob) -> KvLoaded | None:
         """Load the cached prefix, or locate it for layer-wise prefill. Runs in a loader's thread.
         None: the job is blocked by another prompt."""
         job.loading_from_s = started_s = time.monotonic()
@@ -202,7 +202,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         if not job.is_leaving and not self._load_prefix(job):
             return None
         job.load_s = time.monotonic() - started_s
-        return Loaded()
+        return KvLoaded()
 
     def _load_prefix(self, job: PrefillJob) -> bool:
         put = job.put
@@ -268,7 +268,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             for other in blocked:
                 self.post(other, Unblocked())
 
-    # -- the driver computes it (step_driver.py, trtllm/prefill.py)
+    # -- the driver computes it (step_driver.py, connected/prefill.py)
 
     def _join(self, job: PrefillJob) -> None:
         prefix = job.layers.prefix if job.layers is not None else None
@@ -326,7 +326,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             job = self.jobs[request_id]
             assert job.layers is not None and job.layers.prefix is not None, request_id
             nodes = job.layers.prefix.nodes
-            may_load = job.state.phase is Phase.COMPUTING and not job.state.is_busy
+            may_load = job.state.phase is JobPhase.COMPUTING and not job.state.is_busy
             if may_load and not nodes & self._nodes_read:
                 self._nodes_read |= nodes
                 job.layers.due = layer

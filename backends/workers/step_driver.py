@@ -28,7 +28,7 @@ from backends.engine.sampling import draw, largest_rows
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Driver, Samples
 from backends.workers.jobs import DecodeJob, LayeredJob, PrefillJob
-from backends.workers.lifecycle.events import Computed, EngineLeft, Ready, Sampled
+from backends.workers.lifecycle.events import Computed, EngineLeft, EngineReady, Sampled
 from backends.workers.prefill_worker import LayerStored, PrefillWorker
 from backends.workers.protocol import CopyToken
 from backends.workers.worker import JobWorker
@@ -107,8 +107,8 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         points = [(new, before) for new, before in PREFILL_POINTS if new + before <= longest]
         return calibration.measure_prefill(engine, points, budget_s)
 
-    def start(self, job: PrefillJob) -> Ready | None:
-        return Ready()
+    def start(self, job: PrefillJob) -> EngineReady | None:
+        return EngineReady()
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         worker = self._worker
@@ -255,10 +255,10 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
         return blocks_touched(kv_tokens, self.engine.layout.block_tokens)
 
-    def start(self, job: DecodeJob) -> Ready | None:
+    def start(self, job: DecodeJob) -> EngineReady | None:
         # After a step the KV of its tokens is in the pages, so every full block may be written.
         job.saved_blocks = sys.maxsize
-        return Ready()
+        return EngineReady()
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         worker = self._worker

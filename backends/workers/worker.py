@@ -35,13 +35,13 @@ from backends.workers.lifecycle.events import (
     BetweenSteps,
     CallLate,
     Do,
-    Failed,
-    Guided,
+    GrammarReady,
+    JobFailed,
+    JobStopped,
     LoadFailed,
-    Stopped,
     Written,
 )
-from backends.workers.lifecycle.states import Phase, Result, State
+from backends.workers.lifecycle.states import JobPhase, JobState, Result
 from backends.workers.protocol import DrainWorker, Stop, TakeRole, WorkerMessage
 from backends.workers.worker_process import WorkerProcess
 from mooncake_store.errors import StoreError
@@ -62,7 +62,7 @@ class JobWorker(ABC, Generic[J]):
     here: a method for each, named like the action."""
 
     role: str  # "prefill" | "decode"
-    step: Callable[[State, Any], Result]  # the state machine of the role's jobs
+    step: Callable[[JobState, Any], Result]  # the state machine of the role's jobs
     loaders: int  # number of threads that load KV
     batching: Admission
 
@@ -135,8 +135,8 @@ class JobWorker(ABC, Generic[J]):
     def post(self, job: J, event: Any) -> None:
         """Change the job's state, and carry out what follows, from any thread.
 
-        SLOW actions are carried out without the lock. So a caller that holds the lock may only post
-        events without SLOW actions: all but Loaded, Guided, EngineRead, Written and CallLate.
+        SLOW actions are carried out without the lock. So a caller that holds the lock must not post
+        KvLoaded, GrammarReady, EngineRead, Written or CallLate, which lead to such actions.
         """
         with self.lock:
             self._posts += 1
@@ -149,7 +149,7 @@ class JobWorker(ABC, Generic[J]):
                         self._carry_out(job, action)
             finally:
                 self._posts -= 1
-            if job.state.phase is Phase.OVER and self._open.pop(job, None) is not None:
+            if job.state.phase is JobPhase.OVER and self._open.pop(job, None) is not None:
                 self.lock.notify_all()
             if self._posts or not self._slow:
                 return
@@ -165,13 +165,13 @@ class JobWorker(ABC, Generic[J]):
 
     def fail(self, job: J, error: Exception) -> None:
         """Let the job leave with this error. Only a job's first error counts."""
-        self.post(job, Failed(error))
+        self.post(job, JobFailed(error))
 
     def stop(self, request_id: str) -> None:
         """Stop a request between two steps. A decode worker rejects a request that comes later."""
         with self.lock:
             if request_id in self.jobs:
-                self.post(self.jobs[request_id], Stopped())
+                self.post(self.jobs[request_id], JobStopped())
             else:
                 self._stopped_early(request_id)
 
@@ -208,7 +208,7 @@ class JobWorker(ABC, Generic[J]):
     def _loaded(self, job: J) -> Any:
         """Load the job's KV. Returns the event that follows, or None if it was posted."""
 
-    def _guided(self, job: J) -> Guided:
+    def _guided(self, job: J) -> GrammarReady:
         """Create the job's grammar matcher, advanced by the job's earlier output tokens.
 
         Raises InvalidRequest.
@@ -217,7 +217,7 @@ class JobWorker(ABC, Generic[J]):
         job.guide = self._guides.guide(
             sampling.guide, sampling.end_ids, output_ids, sampling.guide_kind
         )
-        return Guided()
+        return GrammarReady()
 
     def _needs_grammar(self, job: J) -> bool:
         return bool(job.request.sampling.guide) and self.driver.draws_by_guide
@@ -295,7 +295,9 @@ class JobWorker(ABC, Generic[J]):
         for pool in (self._loading, self._guiding):  # loaders, which submit to `_guiding`, first
             pool.shutdown(wait=True, cancel_futures=True)
         self.writer.close()
-        for job in [job for job in self._open if not job.state.is_told]:  # they did not end in time
+        for job in [
+            job for job in self._open if not job.state.is_call_over
+        ]:  # they did not end in time
             self.process.owners.release(job.request_id)
             job.client.fail(WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._replied(give_up_s)
@@ -399,7 +401,7 @@ class JobWorker(ABC, Generic[J]):
     def _turn(self) -> bool:
         """One turn of the engine loop. Returns False to end the loop."""
         with self.lock:
-            if self.is_closing and all(job.state.phase is Phase.FLUSHING for job in self._open):
+            if self.is_closing and all(job.state.phase is JobPhase.FLUSHING for job in self._open):
                 return False  # the writer releases what these jobs hold
             asked, self._asked = self._asked, {}
             for job in asked:

@@ -13,6 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from backends.engine.connected.channel import ConnectorHost
+from backends.engine.interface import ServingEngine
+from backends.engine.sampling_params import SamplingParams
+
 log = logging.getLogger(__name__)
 FAILURES_MAX = 3  # in a row; a single failure may be an accident
 
@@ -25,7 +29,7 @@ class Order:
     sampling: Any  # an object of the engine
     cache_salt: str = ""
     is_streaming: bool = True
-    disaggregated_params: Any = None  # of the engine's own hand-over; None: there is none
+    native_params: Any = None  # of the engine's own hand-over; None: there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,48 @@ class EngineRun(Protocol):
 
     def abort(self) -> None:
         """Any thread may call this at any time."""
+
+
+class EngineThread(Protocol):
+    """The thread in which the engine reports tokens."""
+
+    is_healthy: bool  # False: the engine says that its processes have failed
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Run `action` in the thread. Any thread may call this."""
+
+    def soon(self, action: Callable[[], None]) -> None:
+        """Run `action` after the reports that have arrived. Only for the thread itself."""
+
+
+class ConnectedEngine(ServingEngine, Protocol):
+    """An engine that batches by itself, in processes and pages of its own."""
+
+    is_connected: bool  # False: it has no connector, so it loads and saves no blocks
+    is_native: bool  # True: it hands KV over by itself
+    page_tokens: int  # tokens of one of the engine's own pages
+    hardware: str  # name of the hardware in the machine profile
+    stats: Any  # numbers of its newest step: `raw`, empty before the first, and `series()`
+
+    @property
+    def host(self) -> ConnectorHost: ...
+
+    @property
+    def llm(self) -> EngineThread: ...
+
+    def sampling(
+        self, params: SamplingParams, position: int, tokens: int, prompt_tokens: int = 0
+    ) -> Any:
+        """The engine's own parameters. Raises InvalidRequest for what it does not support."""
+
+    def native_params(self, request_id: str, state: bytes) -> Any:
+        """Parameters of the engine's own hand-over. `state`: what prefill's Outcome had."""
+
+    def generate(self, order: Order, sink: Sink) -> EngineRun: ...
+
+    def measured_prefill(self, budget_s: float) -> list[tuple[int, int, float]]: ...
+
+    def measured_decode(self, budget_s: float) -> list[tuple[int, int, float]]: ...
 
 
 class EngineHealth:

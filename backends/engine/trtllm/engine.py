@@ -67,11 +67,14 @@ class TrtllmEngine:
         folder: Path,
         repository: str,
         listener: Listener,
-        on_stats: Callable[[IterationStats], None],
+        on_step: Callable[[float], None],
     ) -> None:
-        """Raises ConfigError with all mistakes; takes minutes with real weights."""
+        """`on_step` gets the seconds of each step. Raises ConfigError with all mistakes; takes
+        minutes with real weights."""
         self.config = config
         self.role = spec.role
+        self.is_native = config.handoff == "native"
+        self.page_tokens = config.page_tokens
         self.is_connected = is_connected(config, self.role)
         shape, options, kv_dtype = self._checked(spec, config, folder, repository)
         self.layout = shape.layout(kv_dtype, spec.block_tokens, config.tp_size)
@@ -112,7 +115,9 @@ class TrtllmEngine:
             log.info("tensorrt_llm %s: LLM(%s)", self._package.version, arguments)
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             with turn_to_start(Path(os.environ["MOONCAKE_SOCKETS"]), visible):
-                self._llm = LlmThread(lambda: self._package.llm(**arguments), on_stats)
+                self._llm = LlmThread(
+                    lambda: self._package.llm(**arguments), lambda stats: on_step(stats.step_s)
+                )
                 self._check_ranks()
         except BaseException as error:
             reason = self._reason_of(error)

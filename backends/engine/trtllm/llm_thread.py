@@ -154,7 +154,7 @@ class LlmThread:
         if running.is_aborted:
             return Outcome("cancelled")
         # Without the salt, tenants would share the engine's pages.
-        asked = {"cache_salt": order.cache_salt, "disaggregated_params": order.disaggregated_params}
+        asked = {"cache_salt": order.cache_salt, "disaggregated_params": order.native_params}
         needed = {name: value for name, value in asked.items() if value}
         generate = self._llm.generate_async
         known = accepted(generate)

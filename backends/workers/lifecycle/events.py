@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 # --- events of both roles
 
 
-class Admitted(NamedTuple):
+class PagesGiven(NamedTuple):
     """The job has pages."""
 
 
-class Loaded(NamedTuple):
+class KvLoaded(NamedTuple):
     """A loader has read the job's KV from the store."""
 
     releases: bool = False  # True: the leases of a decode job's handed-over blocks may end
@@ -28,22 +28,22 @@ class LoadFailed(NamedTuple):
     """A thread failed to load the job's KV, to compile its grammar, or to start it."""
 
     error: Exception
-    releases: bool = False  # as in Loaded
+    releases: bool = False  # as in KvLoaded
 
 
-class Guided(NamedTuple):
+class GrammarReady(NamedTuple):
     """The job's grammar is compiled."""
 
 
-class Ready(NamedTuple):
+class EngineReady(NamedTuple):
     """The driver has prepared the engine for the job."""
 
 
-class Stopped(NamedTuple):
+class JobStopped(NamedTuple):
     """The frontend no longer wants the job."""
 
 
-class Failed(NamedTuple):
+class JobFailed(NamedTuple):
     error: Exception
 
 
@@ -118,7 +118,7 @@ class Preempted(NamedTuple):
     """A job of higher priority needs the pages or the slot."""
 
 
-class Saved(NamedTuple):
+class KvSaved(NamedTuple):
     """The writer has stored the KV of a preempted job."""
 
     blocks: Sequence[Any]  # the BlockRef of each block, to be loaded later
@@ -157,7 +157,7 @@ class Do(Enum):
     RELEASE_GIVEN = "release the leases of the handed-over blocks"
     SEND = "send the new tokens"
     TAKE_PAGES = "take the pages from a preempted job, and lease its blocks"
-    SAVE = "let the writer store the job's KV; Saved or SaveFailed follows"
+    SAVE = "let the writer store the job's KV; KvSaved or SaveFailed follows"
     SAVE_OVER = "release the pages that a preempted job had"
 
 

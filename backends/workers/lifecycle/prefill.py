@@ -13,98 +13,113 @@ from typing import Any
 from backends.workers.lifecycle import events as e
 from backends.workers.lifecycle import states
 from backends.workers.lifecycle.events import Do
-from backends.workers.lifecycle.states import ENDING, Phase, Result, State, Table, cells, ignored
+from backends.workers.lifecycle.states import (
+    ENDING,
+    JobPhase,
+    JobState,
+    Result,
+    Table,
+    cells,
+    ignored,
+)
 
-AT_WORK = (Phase.LOADING, Phase.COMPILING, Phase.STARTING)  # a thread works for the job
-COMPUTED = (Phase.STORING, Phase.HANDED, Phase.ANSWERED)
-ACTIVE = (Phase.QUEUED, Phase.BLOCKED, *AT_WORK, Phase.COMPUTING, Phase.RESETTING, *COMPUTED)
+AT_WORK = (JobPhase.LOADING, JobPhase.COMPILING, JobPhase.STARTING)  # a thread works for the job
+COMPUTED = (JobPhase.STORING, JobPhase.HANDED, JobPhase.ANSWERED)
+ACTIVE = (
+    JobPhase.QUEUED,
+    JobPhase.BLOCKED,
+    *AT_WORK,
+    JobPhase.COMPUTING,
+    JobPhase.RESETTING,
+    *COMPUTED,
+)
 
 
-def step(state: State, event: Any) -> Result:
+def step(state: JobState, event: Any) -> Result:
     return states.step_of(TABLE, state, event)
 
 
 # --- the cached prefix
 
 
-def _blocked(state: State, event: e.Blocked) -> Result:
-    return state._replace(phase=Phase.BLOCKED, is_busy=False), []
+def _blocked(state: JobState, event: e.Blocked) -> Result:
+    return state._replace(phase=JobPhase.BLOCKED, is_busy=False), []
 
 
-def _layer_due(state: State, event: e.LayerDue) -> Result:
+def _layer_due(state: JobState, event: e.LayerDue) -> Result:
     assert not state.is_busy, "a layer of the job is being read already"
     return state._replace(is_busy=True), [Do.READ_LAYER]
 
 
-def _layer_read(state: State, event: e.LayerRead) -> Result:
+def _layer_read(state: JobState, event: e.LayerRead) -> Result:
     state = state._replace(is_busy=False)
     if event.is_here:
         return state, [Do.LAYER_LOADED]
-    return state._replace(phase=Phase.RESETTING), [Do.ASK_TURN]
+    return state._replace(phase=JobPhase.RESETTING), [Do.ASK_TURN]
 
 
-def _reset(state: State, event: e.BetweenSteps) -> Result:
+def _reset(state: JobState, event: e.BetweenSteps) -> Result:
     actions = [Do.STOP_BATCH, Do.GIVE_UP_SLOTS, Do.AWAIT_WRITES]
     return state._replace(awaited=state.awaited + 1), actions
 
 
-def _slots_given_up(state: State, event: e.Written) -> Result:
-    return states.admitted(state._replace(awaited=state.awaited - 1), e.Admitted())
+def _slots_given_up(state: JobState, event: e.Written) -> Result:
+    return states.admitted(state._replace(awaited=state.awaited - 1), e.PagesGiven())
 
 
 # --- the result
 
 
-def _sampled(state: State, event: e.Sampled) -> Result:
+def _sampled(state: JobState, event: e.Sampled) -> Result:
     if state.token_id is not None:
         return state, []
     return state._replace(token_id=event.token_id), [Do.SEND_FIRST]
 
 
-def _answerable(state: State, event: e.Answerable) -> Result:
-    return state._replace(phase=Phase.HANDED, awaited=state.awaited + 1), [Do.AWAIT_WRITES]
+def _answerable(state: JobState, event: e.Answerable) -> Result:
+    return state._replace(phase=JobPhase.HANDED, awaited=state.awaited + 1), [Do.AWAIT_WRITES]
 
 
-def _answer_early(state: State, event: e.Written) -> Result:
-    state = state._replace(phase=Phase.ANSWERED, is_told=True, awaited=state.awaited - 1)
+def _answer_early(state: JobState, event: e.Written) -> Result:
+    state = state._replace(phase=JobPhase.ANSWERED, is_call_over=True, awaited=state.awaited - 1)
     return state, [Do.REPLY]
 
 
-def _computed(state: State, event: e.Computed) -> Result:
-    return state._replace(phase=Phase.STORING, awaited=state.awaited + 1), [Do.AWAIT_WRITES]
+def _computed(state: JobState, event: e.Computed) -> Result:
+    return state._replace(phase=JobPhase.STORING, awaited=state.awaited + 1), [Do.AWAIT_WRITES]
 
 
-def _stored(state: State, event: e.Written) -> Result:
+def _stored(state: JobState, event: e.Written) -> Result:
     state = state._replace(awaited=state.awaited - 1)
     if state.awaited:
         return state, []
     actions = [Do.REMOVE]
     if state.keeps_leases:
         actions.append(Do.KEEP_LEASES)
-    if not state.is_told:
+    if not state.is_call_over:
         actions.append(Do.REPLY)
-    return state._replace(phase=Phase.QUITTING, is_told=True), [*actions, Do.STOP_ENGINE]
+    return state._replace(phase=JobPhase.QUITTING, is_call_over=True), [*actions, Do.STOP_ENGINE]
 
 
 # --- leaving
 
 
-def _failed(state: State, event: e.Failed | e.LoadFailed) -> Result:
+def _failed(state: JobState, event: e.JobFailed | e.LoadFailed) -> Result:
     state, actions = states.failed(state, event)
     return state, [Do.END_WRITES, *actions]
 
 
-def _thread_failed(state: State, event: e.LoadFailed) -> Result:
+def _thread_failed(state: JobState, event: e.LoadFailed) -> Result:
     return _failed(state._replace(is_busy=False), event)
 
 
-def _written_meanwhile(state: State, event: e.Written) -> Result:
+def _written_meanwhile(state: JobState, event: e.Written) -> Result:
     return state._replace(awaited=state.awaited - 1), []
 
 
-def _flushed(state: State, event: e.Written) -> Result:
+def _flushed(state: JobState, event: e.Written) -> Result:
     state, actions = states.flushed(state, event)
-    if state.phase is not Phase.OVER:
+    if state.phase is not JobPhase.OVER:
         return state, actions
     slots = [Do.FREE_SLOTS] if state.is_certain else []
     return state, [Do.SETTLE, *slots, *actions]
@@ -113,30 +128,30 @@ def _flushed(state: State, event: e.Written) -> Result:
 TABLE: Table = {
     **states.STARTING_CELLS,
     **states.LEAVING_CELLS,
-    (Phase.LOADING, e.Blocked): _blocked,
-    (Phase.LOADING, e.Loaded): states.loaded,
-    **cells(ACTIVE, e.Stopped, states.stopped),
-    **cells(ACTIVE, e.Failed, _failed),
-    **cells((*AT_WORK, Phase.COMPUTING), e.LoadFailed, _thread_failed),
-    (Phase.BLOCKED, e.Unblocked): states.admitted,
-    (Phase.COMPUTING, e.LayerDue): _layer_due,
-    (Phase.COMPUTING, e.LayerRead): _layer_read,
-    (Phase.COMPUTING, e.Sampled): _sampled,
-    (Phase.COMPUTING, e.Answerable): _answerable,
-    (Phase.COMPUTING, e.Computed): _computed,
-    (Phase.RESETTING, e.BetweenSteps): _reset,
-    (Phase.RESETTING, e.Written): _slots_given_up,
-    (Phase.HANDED, e.Written): _answer_early,
-    (Phase.HANDED, e.Computed): _computed,
-    (Phase.ANSWERED, e.Computed): _computed,
-    (Phase.STORING, e.Written): _stored,
-    (Phase.LEAVING, e.Admitted): ignored,  # REMOVE gives the pages back
+    (JobPhase.LOADING, e.Blocked): _blocked,
+    (JobPhase.LOADING, e.KvLoaded): states.loaded,
+    **cells(ACTIVE, e.JobStopped, states.stopped),
+    **cells(ACTIVE, e.JobFailed, _failed),
+    **cells((*AT_WORK, JobPhase.COMPUTING), e.LoadFailed, _thread_failed),
+    (JobPhase.BLOCKED, e.Unblocked): states.admitted,
+    (JobPhase.COMPUTING, e.LayerDue): _layer_due,
+    (JobPhase.COMPUTING, e.LayerRead): _layer_read,
+    (JobPhase.COMPUTING, e.Sampled): _sampled,
+    (JobPhase.COMPUTING, e.Answerable): _answerable,
+    (JobPhase.COMPUTING, e.Computed): _computed,
+    (JobPhase.RESETTING, e.BetweenSteps): _reset,
+    (JobPhase.RESETTING, e.Written): _slots_given_up,
+    (JobPhase.HANDED, e.Written): _answer_early,
+    (JobPhase.HANDED, e.Computed): _computed,
+    (JobPhase.ANSWERED, e.Computed): _computed,
+    (JobPhase.STORING, e.Written): _stored,
+    (JobPhase.LEAVING, e.PagesGiven): ignored,  # REMOVE gives the pages back
     **cells(ENDING, e.Unblocked, ignored),
-    **cells((Phase.LEAVING, Phase.QUITTING), e.Written, _written_meanwhile),
-    (Phase.LEAVING, e.Blocked): states.thread_over,
-    (Phase.LEAVING, e.LayerRead): states.thread_over,
+    **cells((JobPhase.LEAVING, JobPhase.QUITTING), e.Written, _written_meanwhile),
+    (JobPhase.LEAVING, e.Blocked): states.thread_over,
+    (JobPhase.LEAVING, e.LayerRead): states.thread_over,
     **cells(ENDING, e.Sampled, ignored),  # of a step that had begun before
     **cells(ENDING, e.Answerable, ignored),
     **cells(ENDING, e.Computed, ignored),
-    (Phase.FLUSHING, e.Written): _flushed,
+    (JobPhase.FLUSHING, e.Written): _flushed,
 }

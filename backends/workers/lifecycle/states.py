@@ -1,4 +1,4 @@
-"""State of a job, and the cells that both roles share: how it begins to be computed, how it leaves.
+"""A job's state, and the cells that both roles share: how a job gets into a step, how it leaves.
 
     queued       waits for pages
     loading      a loader reads its KV from the store
@@ -31,7 +31,7 @@ from backends.workers.lifecycle import events as e
 from backends.workers.lifecycle.events import Do
 
 
-class Phase(str, Enum):
+class JobPhase(str, Enum):
     """Derived from str, which caches its hash, because each event costs a lookup in a table."""
 
     QUEUED = "queued"
@@ -51,13 +51,13 @@ class Phase(str, Enum):
     OVER = "over"
 
 
-class State(NamedTuple):
-    phase: Phase = Phase.QUEUED
+class JobState(NamedTuple):
+    phase: JobPhase = JobPhase.QUEUED
     is_busy: bool = False  # True: a thread works for the job, and ends with an event
     needs_grammar: bool = False  # True until the grammar is compiled
     keeps_leases: bool = False  # True: after a good reply, the decode worker has the leases
     error: Exception | None = None  # the first error; None: stopped, or no error
-    is_told: bool = False  # True: the call has ended, or its end is under way
+    is_call_over: bool = False  # True: the call has ended, or its end is under way
     is_certain: bool = True  # False: the engine may still copy KV, so pages and slots stay
     awaited: int = 0  # number of AWAIT_WRITES without their Written
     token_id: int | None = None  # prefill: the first token of the output
@@ -75,13 +75,13 @@ class State(NamedTuple):
         return self.phase in LEFT
 
 
-Result = tuple[State, list[Do]]
-Table = Mapping[tuple[Phase, type], Callable[[State, Any], Result]]
-LEFT = frozenset({Phase.QUITTING, Phase.FLUSHING, Phase.OVER})
-ENDING = LEFT | {Phase.LEAVING}
+Result = tuple[JobState, list[Do]]
+Table = Mapping[tuple[JobPhase, type], Callable[[JobState, Any], Result]]
+LEFT = frozenset({JobPhase.QUITTING, JobPhase.FLUSHING, JobPhase.OVER})
+ENDING = LEFT | {JobPhase.LEAVING}
 
 
-def step_of(table: Table, state: State, event: Any) -> Result:
+def step_of(table: Table, state: JobState, event: Any) -> Result:
     """The next state, and the actions in order. Raises AssertionError if there is no cell."""
     cell = table.get((state.phase, type(event)))
     assert cell is not None, f"{type(event).__name__} cannot come while {state.phase.value}"
@@ -89,103 +89,103 @@ def step_of(table: Table, state: State, event: Any) -> Result:
 
 
 def cells(
-    phases: Iterable[Phase], kind: type, cell: Callable[[State, Any], Result]
-) -> dict[tuple[Phase, type], Callable[[State, Any], Result]]:
+    phases: Iterable[JobPhase], kind: type, cell: Callable[[JobState, Any], Result]
+) -> dict[tuple[JobPhase, type], Callable[[JobState, Any], Result]]:
     return {(phase, kind): cell for phase in phases}
 
 
-def ignored(state: State, event: Any) -> Result:
+def ignored(state: JobState, event: Any) -> Result:
     return state, []
 
 
 # --- until it is computed
 
 
-def admitted(state: State, event: e.Admitted) -> Result:
-    return state._replace(phase=Phase.LOADING, is_busy=True), [Do.LOAD]
+def admitted(state: JobState, event: e.PagesGiven) -> Result:
+    return state._replace(phase=JobPhase.LOADING, is_busy=True), [Do.LOAD]
 
 
-def loaded(state: State, event: e.Loaded) -> Result:
+def loaded(state: JobState, event: e.KvLoaded) -> Result:
     if state.needs_grammar:
-        return state._replace(phase=Phase.COMPILING), [Do.COMPILE]
-    return state._replace(phase=Phase.STARTING), [Do.START]
+        return state._replace(phase=JobPhase.COMPILING), [Do.COMPILE]
+    return state._replace(phase=JobPhase.STARTING), [Do.START]
 
 
-def guided(state: State, event: e.Guided) -> Result:
-    return state._replace(phase=Phase.STARTING, needs_grammar=False), [Do.START]
+def guided(state: JobState, event: e.GrammarReady) -> Result:
+    return state._replace(phase=JobPhase.STARTING, needs_grammar=False), [Do.START]
 
 
-def ready(state: State, event: e.Ready) -> Result:
-    return state._replace(phase=Phase.COMPUTING, is_busy=False), [Do.JOIN]
+def ready(state: JobState, event: e.EngineReady) -> Result:
+    return state._replace(phase=JobPhase.COMPUTING, is_busy=False), [Do.JOIN]
 
 
 # --- leaving
 
 
-def stopped(state: State, event: e.Stopped) -> Result:
-    return state._replace(phase=Phase.LEAVING), [Do.ASK_TURN]
+def stopped(state: JobState, event: e.JobStopped) -> Result:
+    return state._replace(phase=JobPhase.LEAVING), [Do.ASK_TURN]
 
 
-def failed(state: State, event: e.Failed | e.LoadFailed | e.SaveFailed) -> Result:
-    return state._replace(phase=Phase.LEAVING, error=event.error), [Do.ASK_TURN]
+def failed(state: JobState, event: e.JobFailed | e.LoadFailed | e.SaveFailed) -> Result:
+    return state._replace(phase=JobPhase.LEAVING, error=event.error), [Do.ASK_TURN]
 
 
-def thread_failed(state: State, event: e.LoadFailed | e.SaveFailed) -> Result:
+def thread_failed(state: JobState, event: e.LoadFailed | e.SaveFailed) -> Result:
     return failed(state._replace(is_busy=False), event)
 
 
-def thread_over(state: State, event: Any) -> Result:
+def thread_over(state: JobState, event: Any) -> Result:
     """The thread of a leaving job has ended."""
     return state._replace(is_busy=False), [Do.ASK_TURN]
 
 
-def between_steps(state: State, event: e.BetweenSteps) -> Result:
+def between_steps(state: JobState, event: e.BetweenSteps) -> Result:
     if state.is_busy:
         return state, []  # `thread_over` asks again
     if event.is_reading:
         return state, [Do.ASK_TURN]
-    return state._replace(phase=Phase.QUITTING), [Do.REMOVE, Do.STOP_ENGINE]
+    return state._replace(phase=JobPhase.QUITTING), [Do.REMOVE, Do.STOP_ENGINE]
 
 
-def engine_left(state: State, event: e.EngineLeft) -> Result:
+def engine_left(state: JobState, event: e.EngineLeft) -> Result:
     state = state._replace(
-        phase=Phase.FLUSHING, is_certain=event.is_certain, awaited=state.awaited + 1
+        phase=JobPhase.FLUSHING, is_certain=event.is_certain, awaited=state.awaited + 1
     )
     return state, [Do.AWAIT_WRITES]
 
 
-def flushed(state: State, event: e.Written) -> Result:
+def flushed(state: JobState, event: e.Written) -> Result:
     state = state._replace(awaited=state.awaited - 1)
     if state.awaited:
         return state, []
     actions = [Do.RELEASE_PAGES] if state.is_certain else []
-    if not (state.is_told and state.keeps_leases):
+    if not (state.is_call_over and state.keeps_leases):
         actions.append(Do.RELEASE_LEASES)
-    if not state.is_told:
+    if not state.is_call_over:
         actions.append(Do.FAIL)
-    return state._replace(phase=Phase.OVER, is_told=True), actions
+    return state._replace(phase=JobPhase.OVER, is_call_over=True), actions
 
 
-def call_late(state: State, event: e.CallLate) -> Result:
-    if state.is_told:
+def call_late(state: JobState, event: e.CallLate) -> Result:
+    if state.is_call_over:
         return state, []
-    return state._replace(is_told=True, keeps_leases=False), [Do.FAIL]
+    return state._replace(is_call_over=True, keeps_leases=False), [Do.FAIL]
 
 
 LEAVING_CELLS: Table = {
-    (Phase.LEAVING, e.BetweenSteps): between_steps,
-    (Phase.LEAVING, e.Loaded): thread_over,
-    (Phase.LEAVING, e.LoadFailed): thread_over,
-    (Phase.LEAVING, e.Guided): thread_over,
-    (Phase.LEAVING, e.Ready): thread_over,
-    (Phase.QUITTING, e.EngineLeft): engine_left,
-    (Phase.FLUSHING, e.Written): flushed,
+    (JobPhase.LEAVING, e.BetweenSteps): between_steps,
+    (JobPhase.LEAVING, e.KvLoaded): thread_over,
+    (JobPhase.LEAVING, e.LoadFailed): thread_over,
+    (JobPhase.LEAVING, e.GrammarReady): thread_over,
+    (JobPhase.LEAVING, e.EngineReady): thread_over,
+    (JobPhase.QUITTING, e.EngineLeft): engine_left,
+    (JobPhase.FLUSHING, e.Written): flushed,
     **cells(LEFT, e.CallLate, call_late),
-    **cells(ENDING, e.Stopped, ignored),
-    **cells(ENDING, e.Failed, ignored),
+    **cells(ENDING, e.JobStopped, ignored),
+    **cells(ENDING, e.JobFailed, ignored),
 }
 STARTING_CELLS: Table = {
-    (Phase.QUEUED, e.Admitted): admitted,
-    (Phase.COMPILING, e.Guided): guided,
-    (Phase.STARTING, e.Ready): ready,
+    (JobPhase.QUEUED, e.PagesGiven): admitted,
+    (JobPhase.COMPILING, e.GrammarReady): guided,
+    (JobPhase.STARTING, e.EngineReady): ready,
 }

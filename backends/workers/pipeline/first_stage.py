@@ -27,7 +27,7 @@ from backends.errors import InvalidRequest, WorkerGone, WorkerUnavailable, from_
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_loader import KvLoader
 from backends.workers.kv_writer import JobEvent
-from backends.workers.lifecycle.events import Computed, EngineLeft, Ready, Sampled
+from backends.workers.lifecycle.events import Computed, EngineLeft, EngineReady, Sampled
 from backends.workers.pipeline import group
 from backends.workers.pipeline.group import PipelineGroup
 from backends.workers.pipeline.stage_prefill import StagePrefill
@@ -191,11 +191,11 @@ class PipelinePrefill(StagePrefill):
             return load.blocks
 
     def start(self, job: PrefillJob) -> None:
-        """Queue the allocation of slots for all stages, then Ready."""
+        """Queue the allocation of slots for all stages, then EngineReady."""
         blocks = blocks_touched(len(job.token_ids), self._block_tokens)
         writer = self._worker.writer
         writer.allocate(job.put, range(job.put.first_block, blocks))
-        writer.mark(JobEvent(job, Ready()))
+        writer.mark(JobEvent(job, EngineReady()))
 
     # -- steps
 

@@ -14,13 +14,13 @@ import pytest
 from backends.engine.connected.generation import Outcome
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import WorkerUnavailable
+from backends.workers.connected.decode import LAST_BLOCK_S_MAX, ConnectedDecode, EngineAnswer
+from backends.workers.connected.prefill import ConnectedPrefill, StagedPrompt
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.lifecycle.events import Answerable, Computed, EngineLeft, Sampled
-from backends.workers.lifecycle.states import Phase, State
+from backends.workers.lifecycle.states import JobPhase, JobState
 from backends.workers.protocol import BlockRef
-from backends.workers.trtllm.decode import LAST_BLOCK_S_MAX, EngineAnswer, TrtllmDecode
-from backends.workers.trtllm.prefill import StagedPrompt, TrtllmPrefill
 
 TOKENS, BLOCK = 40, 16  # two whole blocks and a part of a third one
 TOKEN = 7
@@ -53,7 +53,7 @@ class Prefill:
         self.said: list[Any] = []
         self.jobs = {"a": self.job}
         said = self.said
-        driver: Any = object.__new__(TrtllmPrefill)
+        driver: Any = object.__new__(ConnectedPrefill)
         driver.is_native, driver._transfer_s_max = handoff == "native", 5.0
         driver._step_began_s = driver._step_ended_s = 0.0
         driver._block_tokens = BLOCK
@@ -128,7 +128,7 @@ def test_each_thing_is_said_once_and_not_before_it_is_true(
 def test_nothing_is_said_of_a_prompt_that_has_left(order: tuple[str, ...]) -> None:
     heard = Prefill("store")
     heard.jobs.clear()
-    heard.job.state = State(Phase.QUITTING)
+    heard.job.state = JobState(JobPhase.QUITTING)
     for word in order:
         heard.hear(word)
     assert heard.said == []
@@ -148,7 +148,7 @@ def test_a_prompt_that_the_engine_ends_without_a_token_fails_unless_it_was_stopp
     reason, error = heard.said
     assert isinstance(error, WorkerUnavailable) and "cancelled" in reason
     stopped = Prefill("store")
-    stopped.job.state = State(Phase.LEAVING)
+    stopped.job.state = JobState(JobPhase.LEAVING)
     stopped.prompt.ended(Outcome("cancelled"))
     assert stopped.said == []
 
@@ -184,7 +184,7 @@ class Decode:
         self.said: list[Any] = []
         said = self.said
         self.job: Any = Ended()
-        driver: Any = object.__new__(TrtllmDecode)
+        driver: Any = object.__new__(ConnectedDecode)
         driver._block_tokens = BLOCK
         driver._staged = SimpleNamespace(
             give_back=lambda name, pages, then: (said.append(pages), then(True))

@@ -140,14 +140,12 @@ def test_kv_that_the_engines_hand_over_themselves_gives_the_same_tokens(engines:
     alone = engines.ask(10)
     alone.end()
     cls = engines.package.disaggregated_params
-    context = engines.ask(
-        1, is_streaming=False, disaggregated_params=llm_thread.for_prefill(cls, "r1")
-    )
+    context = engines.ask(1, is_streaming=False, native_params=llm_thread.for_prefill(cls, "r1"))
     state = context.end().native
     assert context.token_ids == alone.token_ids[:1] and state
     second = Engines()
     try:
-        rest = second.ask(10, disaggregated_params=llm_thread.for_decode(cls, state))
+        rest = second.ask(10, native_params=llm_thread.for_decode(cls, state))
         assert rest.end().finish_reason == "length"
         assert rest.token_ids == alone.token_ids[1:]
     finally:

@@ -9,7 +9,7 @@ import pytest
 from backends.engine.connected.channel import ChannelError
 from backends.engine.connected.messages import Stage
 from backends.errors import WorkerUnavailable
-from backends.workers.trtllm.driver import StagedPages
+from backends.workers.connected.driver import StagedPages
 
 STAGE = Stage("r", b"", "", b"", [], [1, 2], 0)
 

@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 
 from backends.engine.connected.messages import Stage
+from backends.workers.connected.prefill import ConnectedPrefill
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.trtllm.prefill import TrtllmPrefill
 from tests.backends.engine.connected.listening import WAIT_S
 from tests.backends.trtllm.test_unmatched_stages import InPool
 
 
 class SlowToHear:
     """The connector knows A's stage at once, its loader hears of it late: after B's, if it may."""
+
+    page_tokens = 4
 
     def __init__(self) -> None:
         self.order: list[str] = []
@@ -49,9 +51,9 @@ def job_of(request_id: str) -> PrefillJob:
 
 
 def test_equal_prompts_are_submitted_in_the_order_of_their_stages() -> None:
-    driver: Any = object.__new__(TrtllmPrefill)
+    driver: Any = object.__new__(ConnectedPrefill)
     slow = driver._staged = driver.engine = SlowToHear()
-    driver.config, driver._block_tokens = SimpleNamespace(page_tokens=4), 8
+    driver._block_tokens = 8
     driver._prompts, driver._staging, driver._placed = {}, threading.Lock(), InPool()
     driver._regions = None
     driver._worker = SimpleNamespace(

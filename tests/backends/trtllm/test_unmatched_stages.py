@@ -12,13 +12,13 @@ import pytest
 from backends.engine.connected.block_pages import SlotUse
 from backends.engine.connected.generation import Outcome
 from backends.errors import WorkerUnavailable
+from backends.workers.connected.decode import ConnectedDecode, EngineAnswer
+from backends.workers.connected.driver import UNCLAIMED_S_MAX
+from backends.workers.connected.prefill import ConnectedPrefill, StagedPrompt
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.lifecycle.events import Computed, Sampled
 from backends.workers.protocol import BlockRef
-from backends.workers.trtllm.decode import EngineAnswer, TrtllmDecode
-from backends.workers.trtllm.driver import UNCLAIMED_S_MAX
-from backends.workers.trtllm.prefill import StagedPrompt, TrtllmPrefill
 
 REF = BlockRef(0, "s0", 1, 1, 0)
 
@@ -46,7 +46,7 @@ class Heard:
         )
         self.said: list[Any] = []
         said, job = self.said, self.job
-        self.driver: Any = object.__new__(TrtllmPrefill)
+        self.driver: Any = object.__new__(ConnectedPrefill)
         self.driver.is_native, self.driver._transfer_s_max = False, 60.0
         self.driver._step_began_s = self.driver._step_ended_s = 0.0
         self.driver._health = SimpleNamespace(went_well=lambda: said.append("well"))
@@ -99,11 +99,11 @@ def test_what_was_cached_is_known_before_anything_is_said() -> None:
 def test_what_was_not_handed_over_is_staged_as_nothing_to_load(
     refs: list[BlockRef], loaded: int
 ) -> None:
-    driver: Any = object.__new__(TrtllmDecode)
+    driver: Any = object.__new__(ConnectedDecode)
     staged: list[Any] = []
     driver._staged, driver._staged_jobs = SimpleNamespace(stage=staged.append), {}
     driver._placed = InPool()
-    driver.config, driver._block_tokens = SimpleNamespace(page_tokens=4), 16
+    driver.engine, driver._block_tokens = SimpleNamespace(page_tokens=4), 16
     driver._worker = SimpleNamespace(
         lock=threading.Condition(), process=SimpleNamespace(fingerprint="print")
     )
@@ -126,7 +126,7 @@ class Streamed:
         self.said: list[Any] = []
         said = self.said
         self.in_slots = are_in_slots
-        driver: Any = object.__new__(TrtllmDecode)
+        driver: Any = object.__new__(ConnectedDecode)
         self.driver = driver
         driver._placed = SimpleNamespace(
             is_in_slots=lambda pages: self.in_slots, forget=lambda pages: self.forget()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from backends.errors import KvMissing, WorkerUnavailable
+from backends.workers.connected.decode import ConnectedDecode
 from backends.workers.kv_loader import Arrival, KvLoader
 from backends.workers.kv_writer import BlockPut
 from backends.workers.protocol import BlockRef, LayersReady
-from backends.workers.trtllm.decode import TrtllmDecode
 from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.layout import PageLayout
 from mooncake_store.transports.transport import ByteSpan
@@ -25,7 +25,7 @@ BLOCK_TOKENS = 64
 
 @pytest.mark.parametrize(("kv_tokens", "blocks"), [(1, 0), (31, 0), (32, 1), (95, 1), (96, 2)])
 def test_tensorrt_llm_hands_over_whole_pages_or_nothing(kv_tokens: int, blocks: int) -> None:
-    driver: Any = object.__new__(TrtllmDecode)
+    driver: Any = object.__new__(ConnectedDecode)
     driver.config, driver._block_tokens = SimpleNamespace(page_tokens=32), BLOCK_TOKENS
     driver.is_native = False
     assert driver.blocks_due(5, kv_tokens) == blocks

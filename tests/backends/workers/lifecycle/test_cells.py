@@ -9,37 +9,37 @@ import pytest
 from backends.workers.lifecycle import decode, prefill
 from backends.workers.lifecycle import events as e
 from backends.workers.lifecycle.events import Do
-from backends.workers.lifecycle.states import Phase, State, Table
+from backends.workers.lifecycle.states import JobPhase, JobState, Table
 
 ERROR = ValueError("broke")
-P = Phase
+P = JobPhase
 # (phase, changes of its state, event, next phase, actions)
-Case = tuple[Phase, dict[str, Any], Any, Phase, list[Do]]
+Case = tuple[JobPhase, dict[str, Any], Any, JobPhase, list[Do]]
 BUSY = {"is_busy": True}
 TURN = [Do.ASK_TURN]
 LEFT = (P.QUITTING, P.FLUSHING, P.OVER)
 ENDING = (P.LEAVING, *LEFT)
 
 COMMON: list[Case] = [
-    (P.QUEUED, {}, e.Admitted(), P.LOADING, [Do.LOAD]),
-    (P.LOADING, BUSY, e.Loaded(), P.STARTING, [Do.START]),
-    (P.LOADING, BUSY | {"needs_grammar": True}, e.Loaded(), P.COMPILING, [Do.COMPILE]),
-    (P.COMPILING, BUSY | {"needs_grammar": True}, e.Guided(), P.STARTING, [Do.START]),
-    (P.STARTING, BUSY, e.Ready(), P.COMPUTING, [Do.JOIN]),
-    (P.LEAVING, BUSY, e.Loaded(), P.LEAVING, TURN),
+    (P.QUEUED, {}, e.PagesGiven(), P.LOADING, [Do.LOAD]),
+    (P.LOADING, BUSY, e.KvLoaded(), P.STARTING, [Do.START]),
+    (P.LOADING, BUSY | {"needs_grammar": True}, e.KvLoaded(), P.COMPILING, [Do.COMPILE]),
+    (P.COMPILING, BUSY | {"needs_grammar": True}, e.GrammarReady(), P.STARTING, [Do.START]),
+    (P.STARTING, BUSY, e.EngineReady(), P.COMPUTING, [Do.JOIN]),
+    (P.LEAVING, BUSY, e.KvLoaded(), P.LEAVING, TURN),
     (P.LEAVING, BUSY, e.LoadFailed(ERROR), P.LEAVING, TURN),
-    (P.LEAVING, BUSY, e.Guided(), P.LEAVING, TURN),
-    (P.LEAVING, BUSY, e.Ready(), P.LEAVING, TURN),
+    (P.LEAVING, BUSY, e.GrammarReady(), P.LEAVING, TURN),
+    (P.LEAVING, BUSY, e.EngineReady(), P.LEAVING, TURN),
     (P.LEAVING, BUSY, e.BetweenSteps(), P.LEAVING, []),
     (P.LEAVING, {}, e.BetweenSteps(is_reading=True), P.LEAVING, TURN),
     (P.LEAVING, {}, e.BetweenSteps(), P.QUITTING, [Do.REMOVE, Do.STOP_ENGINE]),
     (P.QUITTING, {}, e.EngineLeft(), P.FLUSHING, [Do.AWAIT_WRITES]),
     *[(phase, {}, e.CallLate(), phase, [Do.FAIL]) for phase in LEFT],
-    *[(phase, {"is_told": True}, e.CallLate(), phase, []) for phase in LEFT],
+    *[(phase, {"is_call_over": True}, e.CallLate(), phase, []) for phase in LEFT],
     *[
         (phase, {}, event, phase, [])
         for phase in ENDING
-        for event in (e.Stopped(), e.Failed(ERROR))
+        for event in (e.JobStopped(), e.JobFailed(ERROR))
     ],
 ]
 END = [Do.RELEASE_PAGES, Do.RELEASE_LEASES, Do.FAIL]
@@ -48,8 +48,8 @@ PREFILL: list[Case] = [
     *COMMON,
     (P.LOADING, BUSY, e.Blocked(), P.BLOCKED, []),
     (P.BLOCKED, {}, e.Unblocked(), P.LOADING, [Do.LOAD]),
-    *[(phase, {}, e.Stopped(), P.LEAVING, TURN) for phase in prefill.ACTIVE],
-    *[(phase, {}, e.Failed(ERROR), P.LEAVING, FAILED) for phase in prefill.ACTIVE],
+    *[(phase, {}, e.JobStopped(), P.LEAVING, TURN) for phase in prefill.ACTIVE],
+    *[(phase, {}, e.JobFailed(ERROR), P.LEAVING, FAILED) for phase in prefill.ACTIVE],
     *[
         (phase, BUSY, e.LoadFailed(ERROR), P.LEAVING, FAILED)
         for phase in (*prefill.AT_WORK, P.COMPUTING)
@@ -83,12 +83,12 @@ PREFILL: list[Case] = [
     ),
     (
         P.STORING,
-        {"awaited": 1, "is_told": True},
+        {"awaited": 1, "is_call_over": True},
         e.Written(),
         P.QUITTING,
         [Do.REMOVE, Do.STOP_ENGINE],
     ),
-    (P.LEAVING, {}, e.Admitted(), P.LEAVING, []),
+    (P.LEAVING, {}, e.PagesGiven(), P.LEAVING, []),
     (P.LEAVING, {"awaited": 1}, e.Written(), P.LEAVING, []),
     (P.QUITTING, {"awaited": 1}, e.Written(), P.QUITTING, []),
     (P.LEAVING, BUSY, e.Blocked(), P.LEAVING, TURN),
@@ -109,7 +109,7 @@ PREFILL: list[Case] = [
     ),
     (
         P.FLUSHING,
-        {"awaited": 1, "is_told": True, "keeps_leases": True},
+        {"awaited": 1, "is_call_over": True, "keeps_leases": True},
         e.Written(),
         P.OVER,
         [Do.SETTLE, Do.FREE_SLOTS, Do.RELEASE_PAGES],
@@ -117,9 +117,9 @@ PREFILL: list[Case] = [
 ]
 DECODE: list[Case] = [
     *COMMON,
-    (P.LOADING, BUSY, e.Loaded(releases=True), P.STARTING, [Do.RELEASE_GIVEN, Do.START]),
-    *[(phase, {}, e.Stopped(), P.LEAVING, TURN) for phase in decode.ACTIVE],
-    *[(phase, {}, e.Failed(ERROR), P.LEAVING, TURN) for phase in decode.ACTIVE],
+    (P.LOADING, BUSY, e.KvLoaded(releases=True), P.STARTING, [Do.RELEASE_GIVEN, Do.START]),
+    *[(phase, {}, e.JobStopped(), P.LEAVING, TURN) for phase in decode.ACTIVE],
+    *[(phase, {}, e.JobFailed(ERROR), P.LEAVING, TURN) for phase in decode.ACTIVE],
     *[
         (phase, BUSY, e.LoadFailed(ERROR), P.LEAVING, TURN)
         for phase in (*decode.AT_WORK, P.COMPUTING)
@@ -148,13 +148,13 @@ DECODE: list[Case] = [
     ),
     *[(phase, {}, e.Decoded(3, is_last=True), phase, []) for phase in ENDING],
     (P.COMPUTING, {}, e.Preempted(), P.SAVING, [Do.TAKE_PAGES, Do.SAVE]),
-    (P.SAVING, BUSY, e.Saved([]), P.QUEUED, [Do.SAVE_OVER]),
+    (P.SAVING, BUSY, e.KvSaved([]), P.QUEUED, [Do.SAVE_OVER]),
     (P.SAVING, BUSY, e.SaveFailed(ERROR), P.LEAVING, [Do.SAVE_OVER, Do.ASK_TURN]),
-    (P.LEAVING, BUSY, e.Saved([]), P.LEAVING, [Do.SAVE_OVER, Do.ASK_TURN]),
+    (P.LEAVING, BUSY, e.KvSaved([]), P.LEAVING, [Do.SAVE_OVER, Do.ASK_TURN]),
     (P.LEAVING, BUSY, e.SaveFailed(ERROR), P.LEAVING, [Do.SAVE_OVER, Do.ASK_TURN]),
-    (P.LEAVING, BUSY, e.Loaded(releases=True), P.LEAVING, [Do.RELEASE_GIVEN, Do.ASK_TURN]),
+    (P.LEAVING, BUSY, e.KvLoaded(releases=True), P.LEAVING, [Do.RELEASE_GIVEN, Do.ASK_TURN]),
     (P.FLUSHING, {"awaited": 1}, e.Written(), P.OVER, END),
-    (P.FLUSHING, {"awaited": 1, "is_told": True}, e.Written(), P.OVER, END[:2]),
+    (P.FLUSHING, {"awaited": 1, "is_call_over": True}, e.Written(), P.OVER, END[:2]),
 ]
 
 
@@ -173,7 +173,7 @@ DECODE: list[Case] = [
 )
 def test_a_cell_gives_the_next_phase_and_the_actions_in_order(table: Table, case: Case) -> None:
     phase, changes, event, next_phase, actions = case
-    state, found = table[phase, type(event)](State(phase)._replace(**changes), event)
+    state, found = table[phase, type(event)](JobState(phase)._replace(**changes), event)
     assert (state.phase, found) == (next_phase, actions)
 
 
@@ -184,26 +184,26 @@ def test_every_cell_has_a_case(table: Table, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("step", [prefill.step, decode.step])
 def test_an_event_that_cannot_come_raises(step: Any) -> None:
-    with pytest.raises(AssertionError, match="Ready cannot come while queued"):
-        step(State(), e.Ready())
+    with pytest.raises(AssertionError, match="EngineReady cannot come while queued"):
+        step(JobState(), e.EngineReady())
     with pytest.raises(AssertionError, match="Written cannot come while over"):
-        step(State(P.OVER), e.Written())
+        step(JobState(P.OVER), e.Written())
 
 
 def test_the_first_error_is_the_one_that_the_client_gets() -> None:
-    state, _ = prefill.step(State(P.COMPUTING), e.Failed(ERROR))
-    state, _ = prefill.step(state, e.Failed(KeyError("later")))
+    state, _ = prefill.step(JobState(P.COMPUTING), e.JobFailed(ERROR))
+    state, _ = prefill.step(state, e.JobFailed(KeyError("later")))
     assert state.error is ERROR
-    stopped, _ = decode.step(State(P.COMPUTING), e.Stopped())
-    stopped, _ = decode.step(stopped, e.Failed(ERROR))
+    stopped, _ = decode.step(JobState(P.COMPUTING), e.JobStopped())
+    stopped, _ = decode.step(stopped, e.JobFailed(ERROR))
     assert stopped.error is None, "it ends as cancelled"
 
 
 def test_a_job_whose_grammar_is_compiled_does_not_compile_it_again() -> None:
-    state = State(P.COMPILING, is_busy=True, needs_grammar=True)
-    state, _ = decode.step(state, e.Guided())
-    state, _ = decode.step(state, e.Ready())
+    state = JobState(P.COMPILING, is_busy=True, needs_grammar=True)
+    state, _ = decode.step(state, e.GrammarReady())
+    state, _ = decode.step(state, e.EngineReady())
     state, _ = decode.step(state, e.Preempted())
-    state, _ = decode.step(state, e.Saved([]))
-    state, _ = decode.step(state, e.Admitted())
-    assert decode.step(state, e.Loaded())[1] == [Do.START]
+    state, _ = decode.step(state, e.KvSaved([]))
+    state, _ = decode.step(state, e.PagesGiven())
+    assert decode.step(state, e.KvLoaded())[1] == [Do.START]

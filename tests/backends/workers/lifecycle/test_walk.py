@@ -16,7 +16,7 @@ import pytest
 from backends.workers.lifecycle import decode, prefill, states
 from backends.workers.lifecycle import events as e
 from backends.workers.lifecycle.events import Do
-from backends.workers.lifecycle.states import Phase, State, Table
+from backends.workers.lifecycle.states import JobPhase, JobState, Table
 
 EVENTS = 100_000
 STEPS_MAX = 6  # steps of the engine for one job
@@ -32,7 +32,7 @@ class World:
 
     table: Table
     chance: random.Random
-    state: State = field(default_factory=State)
+    state: JobState = field(default_factory=JobState)
     is_calm: bool = False  # from now on nothing fails, and nobody stops the job
     thread: str = ""  # what a thread does for the job; "": nothing
     has_asked: bool = False  # BetweenSteps is to be posted
@@ -45,7 +45,7 @@ class World:
     pages: int = 0  # sets of pages held; a preempted job may hold the old ones
     has_leases: bool = True
     calls: int = 0  # how often the call has ended
-    heard: Counter[tuple[Phase, type]] = field(default_factory=Counter)
+    heard: Counter[tuple[JobPhase, type]] = field(default_factory=Counter)
     done: Counter[Do] = field(default_factory=Counter)
 
     def post(self, event: Any) -> None:
@@ -62,7 +62,7 @@ class World:
         assert state.is_busy == bool(self.thread), f"{state}: the thread is {self.thread!r}"
         assert state.awaited == self.writer.count(MARK), f"{state}: {self.writer}"
         assert self.in_batch <= (self.pages > 0), "it takes part in steps without pages"
-        if state.phase is Phase.OVER:
+        if state.phase is JobPhase.OVER:
             assert self.calls == 1 and not self.writer and not self.thread and not self.in_step
             assert self.has_leases == self.keeps_leases, "leases"
             assert bool(self.pages) != state.is_certain, "pages"
@@ -135,10 +135,10 @@ class World:
             found += [self.step_ends] * 2
         if self.engine == "stopping" and not self.in_step:
             found += [self.copies, self.engine_leaves]
-        if self.state.phase is Phase.QUEUED and self.may_have_pages():
+        if self.state.phase is JobPhase.QUEUED and self.may_have_pages():
             found += [self.admit] * 3
         if not self.is_calm and self.chance.random() < 0.1:
-            found += [lambda: self.post(e.Stopped()), lambda: self.post(e.Failed(ERROR))]
+            found += [lambda: self.post(e.JobStopped()), lambda: self.post(e.JobFailed(ERROR))]
             if self.is_removed:
                 found.append(lambda: self.post(e.CallLate()))
                 found.append(lambda: self.post(self.chance.choice(self.late_words())))
@@ -156,7 +156,7 @@ class World:
 
     def admit(self) -> None:
         self.pages += 1
-        self.post(e.Admitted())
+        self.post(e.PagesGiven())
 
     def turn(self) -> None:
         self.has_asked = False
@@ -206,7 +206,7 @@ class Prefill(World):
         self.is_native = self.chance.random() < 0.3
         self.layers_left = self.chance.choice([0, 0, 3])
         hands_over = not self.is_native and self.chance.random() < 0.7
-        self.state = State(needs_grammar=self.chance.random() < 0.3, keeps_leases=hands_over)
+        self.state = JobState(needs_grammar=self.chance.random() < 0.3, keeps_leases=hands_over)
 
     def thread_ends(self) -> None:
         kind, self.thread = self.thread, ""
@@ -223,10 +223,12 @@ class Prefill(World):
             self.post(e.Blocked())
         else:
             self.thread = kind  # the next action says what the thread does next
-            self.goes_on({"load": e.Loaded(), "compile": e.Guided(), "start": e.Ready()}[kind])
+            self.goes_on(
+                {"load": e.KvLoaded(), "compile": e.GrammarReady(), "start": e.EngineReady()}[kind]
+            )
 
     def goes_on(self, event: Any) -> None:
-        if self.state.phase is Phase.LEAVING:
+        if self.state.phase is JobPhase.LEAVING:
             self.thread = ""
         self.post(event)
 
@@ -234,9 +236,9 @@ class Prefill(World):
         found = super().stimuli()
         if self.others_hold_block:
             found.append(self.unblock)
-        if self.state.phase is Phase.LEAVING and not self.pages:
+        if self.state.phase is JobPhase.LEAVING and not self.pages:
             found.append(self.admit)  # another prompt's arrival may admit it before the turn
-        may_load = self.in_batch and self.state.phase is Phase.COMPUTING and not self.thread
+        may_load = self.in_batch and self.state.phase is JobPhase.COMPUTING and not self.thread
         if self.layers_left and may_load:
             found += [lambda: self.post(e.LayerDue())] * 2
         if self.is_handed and not self.is_ready:
@@ -256,7 +258,7 @@ class Prefill(World):
     def step_ends(self) -> None:
         self.in_step = False
         if self.fails(0.05):
-            self.post(e.Failed(ERROR))
+            self.post(e.JobFailed(ERROR))
             return
         self.steps -= 1
         self.writer.append("write")
@@ -320,7 +322,7 @@ class Prefill(World):
 
     def check(self) -> None:
         super().check()
-        if self.state.phase is Phase.OVER:
+        if self.state.phase is JobPhase.OVER:
             assert self.is_settled and self.has_slots != self.state.is_certain
 
 
@@ -336,7 +338,7 @@ class Decode(World):
     def __post_init__(self) -> None:
         self.tokens_max = self.chance.randint(1, STEPS_MAX)
         self.engine_reads = self.chance.random() < 0.3
-        self.state = State(needs_grammar=self.chance.random() < 0.3)
+        self.state = JobState(needs_grammar=self.chance.random() < 0.3)
 
     def thread_ends(self) -> None:
         kind = self.thread
@@ -347,9 +349,13 @@ class Decode(World):
             self.thread = ""
             self.post(e.LoadFailed(ERROR, releases))
         else:
-            if self.state.phase is Phase.LEAVING:
+            if self.state.phase is JobPhase.LEAVING:
                 self.thread = ""
-            events = {"load": e.Loaded(releases), "compile": e.Guided(), "start": e.Ready()}
+            events = {
+                "load": e.KvLoaded(releases),
+                "compile": e.GrammarReady(),
+                "start": e.EngineReady(),
+            }
             self.post(events[kind])
             if kind == "start" and self.fails(0.05):  # the engine refuses a job that is prepared
                 self.post(e.LoadFailed(ERROR))
@@ -360,7 +366,7 @@ class Decode(World):
             self.write()
             return
         self.thread, self.is_saving = "", False
-        self.post(e.SaveFailed(ERROR) if self.fails(0.2) else e.Saved([]))
+        self.post(e.SaveFailed(ERROR) if self.fails(0.2) else e.KvSaved([]))
 
     def stimuli(self) -> list[Stimulus]:
         found = super().stimuli()
@@ -369,7 +375,7 @@ class Decode(World):
         if self.thread == "start" and self.engine_reads and self.has_given:
             found.append(lambda: self.post(e.EngineRead()))
         can_preempt = self.in_batch and not self.in_step and not self.engine_reads
-        if can_preempt and self.state.phase is Phase.COMPUTING and not self.is_calm:
+        if can_preempt and self.state.phase is JobPhase.COMPUTING and not self.is_calm:
             found.append(lambda: self.post(e.Preempted()))
         return found
 
@@ -379,7 +385,7 @@ class Decode(World):
     def step_ends(self) -> None:
         self.in_step = False
         if self.fails(0.05):
-            self.post(e.Failed(ERROR))
+            self.post(e.JobFailed(ERROR))
             return
         if not self.state.is_leaving:
             self.tokens += 1
@@ -432,12 +438,12 @@ def live(world: World) -> int:
             world.chance.choice(todo)()
         elif world.is_calm:
             break
-    assert world.state.phase is Phase.OVER, f"it waits for ever: {world.state}"
+    assert world.state.phase is JobPhase.OVER, f"it waits for ever: {world.state}"
     return sum(world.heard.values())
 
 
-def walk(kind: type[World], table: Table, seed: int, events: int) -> Counter[tuple[Phase, type]]:
-    heard: Counter[tuple[Phase, type]] = Counter()
+def walk(kind: type[World], table: Table, seed: int, events: int) -> Counter[tuple[JobPhase, type]]:
+    heard: Counter[tuple[JobPhase, type]] = Counter()
     number = 0
     while heard.total() < events:
         world = kind(table, random.Random(seed + number))
@@ -459,34 +465,34 @@ def test_every_order_of_events_ends_a_job_once_and_releases_what_it_held(
     assert heard.keys() == table.keys(), "a cell that no order of events reaches"
 
 
-def _freed_early(state: State, event: Any) -> states.Result:
+def _freed_early(state: JobState, event: Any) -> states.Result:
     return states.flushed(state._replace(awaited=1, is_certain=True), event)
 
 
-def _prompt_freed_early(state: State, event: Any) -> states.Result:
+def _prompt_freed_early(state: JobState, event: Any) -> states.Result:
     return prefill._flushed(state._replace(awaited=1, is_certain=True), event)
 
 
-def _released_twice(state: State, event: Any) -> states.Result:
+def _released_twice(state: JobState, event: Any) -> states.Result:
     state, actions = states.call_late(state, event)
     return state, [Do.RELEASE_LEASES, *actions]
 
 
-def _sampled_again(state: State, event: Any) -> states.Result:
+def _sampled_again(state: JobState, event: Any) -> states.Result:
     return state._replace(token_id=event.token_id), [Do.SEND_FIRST]
 
 
-def _sent_again(state: State, event: Any) -> states.Result:
+def _sent_again(state: JobState, event: Any) -> states.Result:
     state, actions = decode._decoded(state, event)
     return state, actions or [Do.SEND]
 
 
-def _no_wake_up(state: State, event: Any) -> states.Result:
+def _no_wake_up(state: JobState, event: Any) -> states.Result:
     state, actions = states.thread_failed(state, event)
     return state, [action for action in actions if action is not Do.ASK_TURN]
 
 
-def _slot_kept(state: State, event: Any) -> states.Result:
+def _slot_kept(state: JobState, event: Any) -> states.Result:
     state, actions = decode._preempted(state, event)
     return state, [action for action in actions if action is not Do.TAKE_PAGES]
 
@@ -494,14 +500,14 @@ def _slot_kept(state: State, event: Any) -> states.Result:
 @pytest.mark.parametrize(
     ("kind", "table", "cell", "defect", "words"),
     [
-        (Prefill, prefill.TABLE, (Phase.QUITTING, e.EngineLeft), _prompt_freed_early, EARLY),
-        (Decode, decode.TABLE, (Phase.QUITTING, e.EngineLeft), _freed_early, EARLY),
-        (Prefill, prefill.TABLE, (Phase.FLUSHING, e.CallLate), _released_twice, "leases"),
-        (Prefill, prefill.TABLE, (Phase.COMPUTING, e.Sampled), _sampled_again, "sent twice"),
-        (Decode, decode.TABLE, (Phase.COMPUTING, e.Decoded), _sent_again, "sent twice"),
-        (Prefill, prefill.TABLE, (Phase.LOADING, e.LoadFailed), _no_wake_up, "waits for ever"),
-        (Decode, decode.TABLE, (Phase.LOADING, e.LoadFailed), _no_wake_up, "waits for ever"),
-        (Decode, decode.TABLE, (Phase.COMPUTING, e.Preempted), _slot_kept, "keeps a slot"),
+        (Prefill, prefill.TABLE, (JobPhase.QUITTING, e.EngineLeft), _prompt_freed_early, EARLY),
+        (Decode, decode.TABLE, (JobPhase.QUITTING, e.EngineLeft), _freed_early, EARLY),
+        (Prefill, prefill.TABLE, (JobPhase.FLUSHING, e.CallLate), _released_twice, "leases"),
+        (Prefill, prefill.TABLE, (JobPhase.COMPUTING, e.Sampled), _sampled_again, "sent twice"),
+        (Decode, decode.TABLE, (JobPhase.COMPUTING, e.Decoded), _sent_again, "sent twice"),
+        (Prefill, prefill.TABLE, (JobPhase.LOADING, e.LoadFailed), _no_wake_up, "waits for ever"),
+        (Decode, decode.TABLE, (JobPhase.LOADING, e.LoadFailed), _no_wake_up, "waits for ever"),
+        (Decode, decode.TABLE, (JobPhase.COMPUTING, e.Preempted), _slot_kept, "keeps a slot"),
     ],
     ids=[
         "a page of a prompt freed before its last write",
@@ -515,7 +521,7 @@ def _slot_kept(state: State, event: Any) -> states.Result:
     ],
 )
 def test_a_planted_defect_is_found(
-    kind: type[World], table: Table, cell: tuple[Phase, type], defect: Any, words: str, seed: int
+    kind: type[World], table: Table, cell: tuple[JobPhase, type], defect: Any, words: str, seed: int
 ) -> None:
     assert cell in table
     with pytest.raises(AssertionError, match=words):

@@ -1,14 +1,14 @@
-"""Decode on TensorRT-LLM: handed-over KV goes into its pages, it batches and decodes.
+"""Decode on a connected engine: it gets handed-over KV, batches, and decodes.
 
-As with the torch engine KV is brought here ahead while prefill computes: what lies in the own
-storage node stays there, the rest goes into reserved pages, of the staging pool here. When all of
-it is there the request is staged and submitted, as prompt and first token; the engine copies whole
-pages of its own from there and computes the few tokens that are left. Blocks that it fills come
-back into pages that the request has reserved for them, and go to the store. A request that has
-ended keeps its pages until the last of its blocks came out, or a moment is over.
+KV is read while prefill computes, as for the torch engine. Blocks of the local node stay there; the
+others are read into pages of the staging pool. When all blocks are there, the request is staged and
+submitted as the prompt and its first token. The engine copies whole pages of its own from there,
+and computes the few remaining tokens. Blocks that it fills come back into pages of the pool that
+the request has reserved, and go to the store. An ended request keeps its pages until its last block
+came back, or for LAST_BLOCK_S_MAX.
 
-handoff "native": the engine gets KV from the prefill engine by itself; there is no connector, and
-what it generates does not go to the store.
+If the engine gets KV from the prefill engine by itself, there is no connector, and generated blocks
+do not go to the store.
 """
 
 from __future__ import annotations
@@ -23,39 +23,38 @@ import numpy as np
 from backends.config_pbtxt import DecodeConfig
 from backends.engine.connected.generation import EngineRun, Order, Outcome
 from backends.engine.connected.messages import Stage
-from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import WorkerUnavailable
+from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, MakeEngine
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Samples
 from backends.workers.jobs import DecodeJob
 from backends.workers.kv_writer import JobEvent
-from backends.workers.lifecycle.events import EngineLeft, EngineRead, Ready
-from backends.workers.trtllm.driver import UNCLAIMED_S_MAX, TrtllmDriver
+from backends.workers.lifecycle.events import EngineLeft, EngineRead, EngineReady
 from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
 
 ENDS_WELL = ("length", "end_id", "stop_word")
-# A block that the very last step filled may not come any more: the engine was done with it.
+# The block that the last step filled may not come any more.
 LAST_BLOCK_S_MAX = 1.0
 
 
 @dataclass(slots=True, eq=False)
 class EngineAnswer:
-    """One request at the engine, until its pages are given back; the sink of its generation.
+    """One request at the engine, until its pages are given back. The sink of its generation.
 
-    Where the engine copies KV out of slots of the storage node, the slots may be given away during
-    the copy. So tokens and the end of the generation are held until `is_believed`.
+    If the engine copies KV out of slots of the storage node, another request may get the slots
+    during the copy. So tokens and the end of the generation are held until `is_believed`.
     """
 
-    driver: TrtllmDecode
+    driver: ConnectedDecode
     job: DecodeJob
     running: EngineRun | None = None
     is_staged: bool = False
     is_claimed: bool = False  # the connector has recognised the request
-    is_believed: bool = False  # no KV of it is unverified; only changed in the LLM's thread
+    is_believed: bool = False  # all of its KV is verified; only changed in the engine's thread
     held: list[list[int] | Outcome] = field(default_factory=list)  # tokens, last perhaps the end
-    held_s: float = 0.0  # when the first of `held` came, by time.monotonic(); 0: none is held
-    ended_s: float = 0.0  # it has left its worker; 0: not yet
+    held_s: float = 0.0  # time at which the first of `held` came (monotonic); 0: none is held
+    ended_s: float = 0.0  # time at which the job left its worker (monotonic); 0: not yet
 
     def tokens(self, token_ids: list[int]) -> None:
         self._take(token_ids)
@@ -63,7 +62,7 @@ class EngineAnswer:
     def ended(self, outcome: Outcome) -> None:
         if outcome.error is None:
             self._take(outcome)
-        else:  # An error needs no belief, and the engine may never report its load.
+        else:  # an error is not held, because the engine may never report the load
             self.held, self.held_s = [], 0.0
             self.driver.ended(self.job, outcome)
 
@@ -76,14 +75,14 @@ class EngineAnswer:
             self.held.append(news)
 
     def believe(self) -> None:
-        """Carry out what was held. In the LLM's thread."""
+        """Carry out what was held. Runs in the engine's thread."""
         self.is_believed = True
         held, self.held, self.held_s = self.held, [], 0.0
         for news in held:
             self._carry_out(news)
 
     def fail(self, error: Exception) -> None:
-        """Drop what was held. In the LLM's thread."""
+        """Drop what was held. Runs in the engine's thread."""
         if self.held:
             self.held, self.held_s = [], 0.0
             self.driver.fail(self.job, error)
@@ -95,31 +94,32 @@ class EngineAnswer:
             self.driver.decoded(self.job, news)
 
 
-class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWorker, DecodeJob]):
-    def __init__(
-        self, worker_id: str, worker: DecodeConfig, repository: str, config: TrtllmConfig
-    ) -> None:
+class ConnectedDecode(
+    ConnectedDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWorker, DecodeJob]
+):
+    def __init__(self, worker: DecodeConfig, make_engine: MakeEngine) -> None:
         self._answers: dict[DecodeJob, EngineAnswer] = {}
-        self._staged_jobs: dict[str, DecodeJob] = {}  # also those that have left, blocks to come
+        self._staged_jobs: dict[str, DecodeJob] = {}  # also jobs that have left, until `_let_go`
         self._has_news = False
-        super().__init__("decode", worker_id, worker, config, repository, worker.slots)
+        super().__init__(worker, make_engine)
 
     def measure(self, budget_s: float) -> Samples:
         return self.engine.measured_decode(budget_s)
 
     def check(self, job: DecodeJob) -> None:
         if bool(job.request.native) != self.is_native:
+            handoff = "native" if self.is_native else "store"
             raise WorkerUnavailable(
-                f"{self._worker.process.worker_id} has handoff {self.config.handoff}, the prefill "
-                "worker has another; give all workers the same"
+                f"{self._worker.process.worker_id} has handoff {handoff}, the prefill worker has "
+                "another; give all workers the same"
             )
 
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
-        """Whole pages of the engine, which computes the tokens behind them again, or nothing at
-        all: then it computes the prompt."""
+        """The blocks of whole pages of the engine, which computes the tokens after them. With no
+        block at all it computes the prompt."""
         if self.is_native or not handed_over:
             return 0
-        page = self.config.page_tokens
+        page = self.engine.page_tokens
         return blocks_touched(kv_tokens // page * page, self._block_tokens)
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
@@ -151,15 +151,15 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
             self._stage(answer)
         order = self._order(job)
         with self._worker.lock:
-            self._worker.post(job, Ready())
+            self._worker.post(job, EngineReady())
             if not job.is_leaving:
                 answer.running = self.engine.generate(order, answer)
 
     def _stage(self, answer: EngineAnswer) -> None:
-        job, page = answer.job, self.config.page_tokens
+        job, page = answer.job, self.engine.page_tokens
         ids, salt = np.asarray(job.token_ids), job.request.cache_salt
         seed = chain_seed(self._worker.process.fingerprint, cache_salt=salt)
-        kv_tokens = len(ids) - 1  # the newest token's KV is nobody's yet
+        kv_tokens = len(ids) - 1  # the newest token has no KV
         loaded_tokens = kv_tokens // page * page if job.request.blocks else 0
         places, uses = self._places.places(job.pages, loaded_tokens // self._block_tokens)
         with self._worker.lock:
@@ -181,7 +181,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
     def _order(self, job: DecodeJob) -> Order:
         sampling, done = job.request.sampling, len(job.output_ids)
         prompt, salt = job.request.prompt_tokens, job.request.cache_salt
-        if self.is_native:  # the first token counts, and is among what prefill's engine left
+        if self.is_native:  # the engine generates the first token again, so it counts
             params = self.engine.native_params(job.request_id, job.request.native)
             left = sampling.max_tokens - done + 1
             wanted = self.engine.sampling(sampling, done - 1, left, prompt)
@@ -189,7 +189,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         wanted = self.engine.sampling(sampling, done, sampling.max_tokens - done, prompt)
         return Order(list(job.token_ids), wanted, salt)
 
-    # -- what the engine says: in the LLM's thread, or in the channel's
+    # -- reports: in the engine's thread, or in the channel's
 
     def decoded(self, job: DecodeJob, token_ids: list[int]) -> None:
         self._worker.process.watch.progressed(time.monotonic())
@@ -201,16 +201,16 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
             self.engine.llm.soon(self._send_news)
 
     def _send_news(self) -> None:
-        """Of all that this turn of the LLM's loop brought."""
+        """Send what this turn of the engine's thread brought."""
         self._has_news = False
         self._worker.send_news()
 
     def ended(self, job: DecodeJob, outcome: Outcome) -> None:
         if job.finish_reason or job.has_left:
-            return  # we saw its end before the engine did
+            return  # this worker saw the end before the engine did
         if outcome.error is not None:
             self.fail(job, outcome.error)
-        elif outcome.finish_reason == "stop":  # the end id itself is kept by some releases
+        elif outcome.finish_reason == "stop":  # some releases withhold the end id
             self.decoded(job, list(job.request.sampling.end_ids[:1]))
             if not job.finish_reason:
                 error = WorkerUnavailable("the engine stopped without an end id")
@@ -233,8 +233,8 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
         self._worker.writer.mark(JobEvent(job, EngineRead()))
 
     def _look_at_held(self, now_s: float) -> None:
-        """A request that the connector did not recognise loads nothing: the engine computes its
-        prompt. A load that was claimed and does not end fails the request; with the lock held."""
+        """Believe a request that the connector did not recognise: nothing is loaded for it. Fail a
+        request whose claimed load does not end. The caller holds the lock."""
         for answer in self._answers.values():
             waited_s = now_s - answer.held_s if answer.held_s else 0.0
             if not answer.is_claimed and waited_s > UNCLAIMED_S_MAX:
@@ -256,7 +256,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
                 return
             if (answer := self._answers.get(job)) is not None:
                 answer.is_claimed = True
-        if not loaded_tokens:  # its engine had all that was handed over
+        if not loaded_tokens:  # the engine had all of the handed-over KV
             self.loaded(request_id)
         paths = {"loaded": loaded_tokens, "local": local_tokens}
         paths["computed"] = job.tokens_given - loaded_tokens - local_tokens
@@ -267,7 +267,7 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
                 )
 
     def saved(self, request_id: str, tokens: int) -> None:
-        """So many leading tokens are in their places, of every rank."""
+        """All ranks have copied the KV of so many leading tokens into its places."""
         with self._worker.lock:
             job = self._staged_jobs.get(request_id)
             if job is not None:
@@ -275,11 +275,11 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
                 self._worker.put_saved(job)
                 self._worker.lock.notify_all()
 
-    # -- and leaves
+    # -- leaving
 
     def leave(self, job: DecodeJob) -> None:
         answer = self._answers.get(job)
-        # Where only we know that a stop word ended it, it is still running.
+        # The engine does not know of an end by a stop word, so the request is still running there.
         has_ended = job.finish_reason in ("length", "end_id")
         if answer is not None and answer.running is not None and not has_ended:
             answer.running.abort()
@@ -292,7 +292,8 @@ class TrtllmDecode(TrtllmDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWor
             job.filled.clear()
 
     def _let_go(self, now_s: float) -> None:
-        """Those whose blocks all came out, or that took too long; with the lock held."""
+        """Give back the pages of ended requests whose blocks have all come, or come too late. The
+        caller holds the lock."""
         over = [
             answer.job
             for answer in self._answers.values()

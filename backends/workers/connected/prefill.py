@@ -1,16 +1,16 @@
-"""Prefill on TensorRT-LLM: it computes staged prompts; tokens and KV come when it says so.
+"""Prefill on a connected engine: it computes staged prompts, and reports tokens and KV.
 
-A prompt has its cached prefix loaded into pages of the staging pool, is staged and submitted, for
-one token. What the engine computes comes back block by block into the pages and goes to the store;
-the answer leaves behind the last one. The engine says the token and the end of a prompt, the
-connector what it need not compute and which KV is in the pages; these come from two threads, in any
-order.
+A prompt's cached prefix is verified in slots of the local node, or loaded into pages of the staging
+pool. The prompt is staged, and submitted for one token. The engine's KV comes back block by block,
+into slots or pages, and goes to the store. The engine reports the token and the end of the prompt.
+The connector reports which tokens need no computation, and which KV is in place. The reports come
+from two threads, in any order.
 
-The engine takes prompts in the order in which it gets them, so only as many are given to it as
-keep it busy for two steps: the others wait in our queue, whose order is the conductor's.
+The engine takes prompts in the order in which it gets them. So it gets only as many as keep it busy
+for two steps. The others wait in the worker's queue, whose order is the conductor's.
 
-handoff "native": the engine hands KV to the decode engine by itself, so the answer does not wait
-for the store; blocks go there all the same, for the next prompt with that prefix.
+If the engine hands KV over by itself, the reply does not wait for the store. Blocks go to the store
+all the same, for the next prompt with that prefix.
 """
 
 from __future__ import annotations
@@ -27,46 +27,45 @@ from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
 from backends.engine.connected.generation import EngineRun, Order, Outcome
 from backends.engine.connected.messages import Stage
-from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import WorkerUnavailable
+from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, MakeEngine
 from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.lifecycle.events import Answerable, Computed, EngineLeft, Ready, Sampled
+from backends.workers.lifecycle.events import Answerable, Computed, EngineLeft, EngineReady, Sampled
 from backends.workers.prefill_worker import PrefillWorker
-from backends.workers.trtllm.driver import UNCLAIMED_S_MAX, TrtllmDriver
 from mooncake_store.block_keys import chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
 
 log = logging.getLogger(__name__)
-STEPS_AHEAD = 2  # so many steps' tokens are in the engine's own queue
-SAME_STEP_S = 0.001  # first tokens that come so close to each other are of one step
+STEPS_AHEAD = 2  # the engine's own queue has the tokens of this many steps
+SAME_STEP_S = 0.001  # first tokens at this distance or less are of one step
 
 
 @dataclass(slots=True, eq=False)
 class StagedPrompt:
-    """What has been heard of one prompt at the engine; hears it as its sink."""
+    """One prompt at the engine, and what was reported of it. The sink of its generation."""
 
-    driver: TrtllmPrefill
+    driver: ConnectedPrefill
     job: PrefillJob
-    whole_tokens: int  # of the prompt, in whole pages of the engine: all that is saved
-    unsaved: range  # blocks that are not wholly in their pages yet
+    whole_tokens: int  # leading tokens in whole pages of the engine; only their KV is saved
+    unsaved: range  # blocks whose KV is not complete in its place yet
     running: EngineRun | None = None
-    started_tokens: int = 0  # cached ones when the engine got it
-    given_s: float = 0.0  # to the engine
-    ended_s: float = 0.0  # by the engine
+    started_tokens: int = 0  # cached tokens when the engine got the prompt
+    given_s: float = 0.0  # time at which the engine got the prompt (monotonic)
+    ended_s: float = 0.0  # time at which the engine ended it (monotonic); 0: not yet
     token_id: int | None = None
-    is_claimed: bool = False  # the connector recognised it
-    is_loaded: bool = False  # what it claimed was what had been verified, on all ranks
-    is_unmatched: bool = False  # it did not, and the engine has computed it all the same
-    has_native: bool = False  # the engine has ended it, and said what its other half needs
-    is_announced: bool = False  # the first token is on its way ahead of the reply, if it may go
-    is_answered: bool = False
+    is_claimed: bool = False  # the connector has recognised the prompt
+    is_loaded: bool = False  # all ranks have loaded what the connector claimed
+    is_unmatched: bool = False  # the connector did not recognise it; the engine computed all of it
+    has_native: bool = False  # the engine has ended it, and `job.native` is set
+    is_announced: bool = False  # Sampled was posted
+    is_answered: bool = False  # Answerable or Computed was posted
+    is_over: bool = False  # Computed was posted
 
     @property
     def is_known(self) -> bool:
-        """What of it was cached, and that it was that: the connector's words may come a little
-        after the engine's."""
+        """True if the number of cached tokens is known, and that the loaded KV is right."""
         return (self.is_claimed and self.is_loaded) or self.is_unmatched
 
     def tokens(self, token_ids: list[int]) -> None:
@@ -76,37 +75,27 @@ class StagedPrompt:
         self.driver.ended(self, outcome)
 
 
-class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
-    def __init__(
-        self, worker_id: str, worker: PrefillConfig, repository: str, config: TrtllmConfig
-    ) -> None:
+class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
+    def __init__(self, worker: PrefillConfig, make_engine: MakeEngine) -> None:
         self._tokens_ahead_max = STEPS_AHEAD * worker.chunk_tokens
         self._prompts: dict[PrefillJob, StagedPrompt] = {}
         self._step_began_s = self._step_ended_s = 0.0
         self._staging = threading.Lock()
-        super().__init__(
-            "prefill",
-            worker_id,
-            worker,
-            config,
-            repository,
-            worker.queue_requests_max,
-            worker.chunk_tokens,
-        )
+        super().__init__(worker, make_engine)
 
     def measure(self, budget_s: float) -> Samples:
         return self.engine.measured_prefill(budget_s)
 
     def check(self, job: PrefillJob) -> None:
-        self._sampling(job)  # refused now rather than when it is staged
+        self._sampling(job)  # raises InvalidRequest now rather than after staging
         if self.is_native:
-            job.put.decode_inbox = ""  # nothing is read ahead: the engines do it themselves
+            job.put.decode_inbox = ""  # announce no blocks, because the engines hand KV over
 
     def has_room(self) -> bool:
         return self._tokens_ahead() < self._tokens_ahead_max
 
     def _tokens_ahead(self) -> int:
-        """What the engine has got or gets, and has not computed."""
+        """Tokens that the engine has or will get soon, and has not computed."""
         return sum(
             len(job.token_ids) - job.cached_tokens
             for job in self._worker.jobs.values()
@@ -119,7 +108,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             for prompt in self._prompts.values()
             if not prompt.job.has_left
         )
-        # Of all that it has got together: of one alone it may say nothing.
+        # The prediction is for all prompts together, because a single one may bring no report.
         predicted_s = self._worker.estimate.seconds(self._tokens_ahead(), 0)
         self._look_after(now_s, is_busy, predicted_s)
         late = self._late(now_s)
@@ -128,25 +117,25 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
     # -- a prompt goes to the engine
 
     def start(self, job: PrefillJob) -> None:
-        """Stage, then submit.
+        """Stage, then submit, one prompt at a time.
 
-        One at a time: of equal prompts the engine's first request takes the first stage, so they
-        must come in the same order, or one that is cancelled takes the other's stage with it.
+        Of equal prompts, the first that the engine gets takes the first stage. In another order, a
+        cancelled prompt would take the other's stage with it.
         """
         with self._staging:
             prompt = self._stage(job)
             order = self._order(job)
             worker = self._worker
             with worker.lock:
-                worker.post(job, Ready())
+                worker.post(job, EngineReady())
                 if not job.is_leaving:
                     prompt.started_tokens = job.cached_tokens
                     prompt.given_s = time.monotonic()
                     prompt.running = self.engine.generate(order, prompt)
 
     def _stage(self, job: PrefillJob) -> StagedPrompt:
-        put, salt, page = job.put, job.request.cache_salt, self.config.page_tokens
-        whole_tokens = len(job.token_ids) // page * page  # decode computes the rest again
+        put, salt, page = job.put, job.request.cache_salt, self.engine.page_tokens
+        whole_tokens = len(job.token_ids) // page * page  # decode computes the rest
         stop = blocks_touched(whole_tokens, self._block_tokens)
         unsaved = range(put.first_block, max(put.first_block, stop))
         prompt = StagedPrompt(self, job, whole_tokens, unsaved)
@@ -154,7 +143,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             self._take_slots(put, unsaved)
             places, uses = self._places.places(put.pages, put.first_block)
             with self._worker.lock:
-                self._prompts[job] = prompt  # whatever comes of it, it is to be unstaged
+                self._prompts[job] = prompt  # it must be unstaged even if staging fails
             self._staged.stage(
                 Stage(
                     job.request_id,
@@ -171,7 +160,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
         return prompt
 
     def _take_slots(self, put: BlockPut, unsaved: range) -> None:
-        """Of the own node, for what will be computed: the engine saves it there."""
+        """Take slots of the local node for the unsaved blocks. The engine saves KV into them."""
         if not unsaved or self._regions is None or not self._regions.is_open:
             return
         self._worker.writer.allocate_now(put, unsaved, may_use_objects=not self.is_native)
@@ -187,18 +176,18 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             self._sampling(job),
             request.cache_salt,
             is_streaming=False,
-            disaggregated_params=self.engine.native_params(job.request_id, b"") if native else None,
+            native_params=self.engine.native_params(job.request_id, b"") if native else None,
         )
 
     def _sampling(self, job: PrefillJob) -> Any:
-        """Of the one token behind its tokens."""
+        """The engine's parameters for the one token after the prompt."""
         request, prompt = job.request, job.request.prompt_tokens
         return self.engine.sampling(request.sampling, len(job.token_ids) - prompt, 1, prompt)
 
-    # -- what the engine says: in the LLM's thread, or in the channel's
+    # -- reports: in the engine's thread, or in the channel's
 
     def _prompt_of(self, request_id: str) -> StagedPrompt | None:
-        """Of a job that has not left; with the lock held."""
+        """None: the job has left. The caller holds the lock."""
         job = self._worker.jobs.get(request_id)
         return None if job is None else self._prompts.get(job)
 
@@ -250,20 +239,20 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             self._worker.fail(job, outcome.error)
             return
         if outcome.finish_reason == "stop" and prompt.token_id is None:
-            self.computed(prompt, job.request.sampling.end_ids[0])  # it keeps the end id itself
+            self.computed(prompt, job.request.sampling.end_ids[0])  # it withholds the end id
         elif prompt.token_id is None:
-            if not job.is_leaving:  # else it is dropped at the next turn
+            if not job.is_leaving:
                 error = WorkerUnavailable(f"the engine ended a prompt: {outcome.finish_reason}")
                 self._failed(error)
                 self._worker.fail(job, error)
             return
-        # In this order: from then on another thread may answer.
+        # In this order, because another thread may answer after the second line.
         job.native = outcome.native
         prompt.has_native = True
         self._go_on(prompt)
 
     def saved(self, request_id: str, tokens: int) -> None:
-        """So many leading tokens are in their places, of every rank."""
+        """All ranks have copied the KV of so many leading tokens into its places."""
         with self._worker.lock:
             prompt = self._prompt_of(request_id)
             if prompt is None:
@@ -272,36 +261,37 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             done = unsaved.stop if tokens >= prompt.whole_tokens else tokens // self._block_tokens
             new = range(unsaved.start, max(unsaved.start, done))
             prompt.unsaved = range(new.stop, unsaved.stop)
-            if new:  # with the lock held: the answer must stand behind it in the writer's line
+            if new:  # under the lock, so that the reply follows it in the writer's queue
                 self._worker.writer.put_whole(job.put, new, is_handover=not self.is_native)
                 self._worker.settle_behind(job, new)
         self._go_on(prompt)
 
     def _go_on(self, prompt: StagedPrompt) -> None:
-        """Say what can be said by now, each once: the first token when it is known what was cached,
-        the answer when all KV is in the store (or, native, when the engine has said its word)."""
+        """Post the events whose conditions hold by now, each once.
+
+        Under the lock, so that two threads post them in order.
+        """
         worker, job = self._worker, prompt.job
         with worker.lock:
-            token_id = prompt.token_id
-            if token_id is None or job.has_left or not prompt.is_known:
+            if prompt.token_id is None or job.is_leaving or not prompt.is_known:
                 return
-            is_first, prompt.is_announced = not prompt.is_announced, True
+            if not prompt.is_announced:
+                prompt.is_announced = True
+                worker.post(job, Sampled(prompt.token_id))
             is_ready = prompt.has_native if self.is_native else not prompt.unsaved
-            is_answer = is_ready and not prompt.is_answered
-            prompt.is_answered = prompt.is_answered or is_ready
-            is_over = self.is_native and prompt.is_answered and not prompt.unsaved
-        if is_first:
-            worker.post(job, Sampled(token_id))
-        if is_answer:
-            self._health.went_well()
-            worker.post(job, Answerable() if self.is_native else Computed())
-        if is_over:
-            worker.post(job, Computed())
+            if is_ready and not prompt.is_answered:
+                prompt.is_answered = True
+                self._health.went_well()
+                if self.is_native:
+                    worker.post(job, Answerable())
+            if prompt.is_answered and not prompt.unsaved and not prompt.is_over:
+                prompt.is_over = True
+                worker.post(job, Computed())
 
-    # -- prompts that nothing more is heard of
+    # -- prompts without further reports
 
     def _late(self, now_s: float) -> list[StagedPrompt]:
-        """Ended, but their KV does not come out; with the lock held."""
+        """Prompts that have ended, but whose KV does not come. The caller holds the lock."""
         late = []
         for prompt in self._prompts.values():
             limit_s = self._transfer_s_max if prompt.is_claimed else UNCLAIMED_S_MAX
@@ -321,8 +311,8 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
                 self._hand_over_nothing(prompt)
 
     def _hand_over_nothing(self, prompt: StagedPrompt) -> None:
-        """Its stage was never matched: this release may not tell connectors of salts, say. The
-        token is right; decode computes the prompt again instead of loading it."""
+        """Reply without blocks, because the stage was never matched. For example, a release may not
+        tell connectors of salts. The token is right, and decode computes the prompt again."""
         job = prompt.job
         log.warning("the connector did not recognise %s: decode computes it again", job.request_id)
         with self._worker.lock:
@@ -338,7 +328,7 @@ class TrtllmPrefill(TrtllmDriver[PrefillWorker, PrefillJob]):
             self._worker.post(job, EngineLeft(is_certain))
 
         prompt = self._prompts.pop(job, None)
-        if prompt is None:  # it was never staged
+        if prompt is None:  # never staged
             left()
             return
         if prompt.running is not None:

@@ -1,20 +1,19 @@
-"""Where on this host the blocks of a request lie while TensorRT-LLM's processes may copy them.
+"""Where the blocks of a request are on this host while the engine's processes may copy them.
 
-Each page of a request stands for a page of the staging pool, unless its block lies whole in a slot
-of the own storage node: then the ranks copy straight out of that slot. They map the node's segment
-as a *region*, one for each of its incarnations. It is attached when the worker starts, which takes
-a while (every page of it is locked), and until then, or where it cannot be had, blocks go through
-the pool. The region of a node that died goes as soon as no page refers to it: its next incarnation
-may need the room.
+Each page of a request is a page of the staging pool. Exception: if its block is in a slot of the
+local storage node, the ranks copy directly out of the slot. The ranks map the node's segment as a
+*region*, one for each incarnation of the node. Attaching a region takes long, because every page of
+it is locked. Until then, or if it fails, blocks go through the pool. The region of a dead node is
+detached when no page refers to it, because the next incarnation may need the memory.
 
-What a prompt computes is saved straight into slots too, which are allocated before it is submitted;
-its worker takes their digests in place. Where there is no room for them yet it goes through the
-pool. What decode generates always does: a block has a key, and so a slot, when it is full.
+What a prompt computes is saved directly into slots too. They are allocated before the prompt is
+submitted, and the worker takes the digests there. Without free slots, KV goes through the pool. So
+does what decode generates, because a block has a key, and so a slot, only when it is full.
 
-A slot must stay a request's until its last copy is over, so the leases of a request are given back
-behind that (the drivers'). Whether it did stay, the ranks look.
+A slot must belong to the request until its last copy has ended, so the leases end after that
+(lifecycle/). The ranks check whether it did.
 
-Not here: verifying (mooncake_store/client/in_place.py), the ranks' side (engine/trtllm).
+Not here: verifying (mooncake_store/client/in_place.py), the ranks' side (engine/connected/).
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ ATTACH_S_MAX = 3600.0  # nobody waits for it; a terabyte of small pages takes mi
 
 
 class InSlot(NamedTuple):
-    """The block of a page lies in a slot, which is leased, or will."""
+    """The block of a page is in a leased slot, or will be saved there."""
 
     region: int
-    incarnation: str  # of the own node
-    copy: Copy | None  # None: it will be computed, and saved there
+    incarnation: str  # of the local node
+    copy: Copy | None  # None: the block will be computed, and saved there
     block: PlacedBlock
 
 
 @dataclass(slots=True)
 class AttachedSegment:
     number: int
-    incarnation: str  # of the own node
+    incarnation: str  # of the local node
     attached: Future[None]
 
     @property
@@ -64,7 +63,7 @@ class AttachedSegment:
 
 
 class Regions:
-    """The own node's segment as TensorRT-LLM's processes map it. Thread-safe."""
+    """The local node's segment as the engine's processes map it. Thread-safe."""
 
     def __init__(self, host: ConnectorHost, store: WorkerStore) -> None:
         self._host = host
@@ -75,7 +74,7 @@ class Regions:
         self._number = POOL
 
     def look(self) -> None:
-        """At the own node: map what is new, let go of what nobody needs. Every turn."""
+        """Attach a new incarnation of the node, and detach unused ones. Called at every turn."""
         now = self._store.mapped_node
         try:
             with self._lock:
@@ -116,12 +115,12 @@ class Regions:
 
     @property
     def is_open(self) -> bool:
-        """Some segment can be copied from directly."""
+        """True if a segment can be copied from directly."""
         with self._lock:
             return any(region.is_there for region in self._regions.values())
 
     def use(self, incarnation: str, pages: int) -> int | None:
-        """Its region, for so many pages; None: it is not there."""
+        """Count `pages` users of the incarnation's region. None: it is not attached."""
         with self._lock:
             region = self._regions.get(incarnation)
             if region is None or not region.is_there:
@@ -144,7 +143,7 @@ class Regions:
 
 
 class PlacedLoader(KvLoader):
-    """A KvLoader that leaves blocks of the own node where they are, and knows where that is."""
+    """A KvLoader that leaves blocks of the local node in their slots, and knows these."""
 
     def __init__(
         self,
@@ -173,11 +172,11 @@ class PlacedLoader(KvLoader):
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         arrived = super().load_copies(copies, pages)
-        self.forget(pages[arrived:])  # they will be computed
+        self.forget(pages[arrived:])  # these blocks will be computed
         return arrived
 
     def _leave(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
-        """Which of them are whole in slots that the ranks can read."""
+        """For each copy, whether it is in a slot that the ranks can read."""
         nothing = [False] * len(copies)
         if not self._regions.is_open:
             return nothing
@@ -194,7 +193,8 @@ class PlacedLoader(KvLoader):
         return [block is not None for block in blocks]
 
     def save_into(self, slots: Mapping[int, Slot]) -> set[int]:
-        """The engine will save these pages into slots of the own node: for which of them it can."""
+        """Let the engine save these pages into slots (page -> slot). Returns the pages for which it
+        can."""
         incarnation, found = self._store.slots_in_place(list(slots.values()))
         blocks = {page: at for page, at in zip(slots, found, strict=True) if at is not None}
         region = self._regions.use(incarnation, len(blocks)) if blocks else None
@@ -211,12 +211,11 @@ class PlacedLoader(KvLoader):
             return any(page in self._slots for page in pages)
 
     def places(self, pages: Sequence[int], whole: int) -> tuple[list[int], tuple[SlotUse, ...]]:
-        """Of the blocks of a request, for a `Stage`. Of these the first `whole` are only read; what
-        is computed of the others comes behind what they have, so they are copied to the pool.
+        """(place of each block, used slots) for a `Stage`. The first `whole` blocks are only read.
+        The others get more tokens, so they are copied to the pool.
 
-        KvMissing when one of those is gone, or one that is only read: a block that was read ahead
-        may have lost its lease before its request came, and behind a `Stage` that would end the
-        engine.
+        Raises KvMissing if a block is gone. A block that was read early may have lost its lease
+        before its request came. After a `Stage` this would end the engine.
         """
         with self._places:
             slots = {page: self._slots[page] for page in pages if page in self._slots}
@@ -247,7 +246,7 @@ class PlacedLoader(KvLoader):
                 raise KvMissing("a block was given away in its slot before its request came")
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Nobody reads these where they lie any more; also of pages that are in the pool."""
+        """Nobody reads these pages' slots any more. Pages of the pool are ignored."""
         with self._places:
             gone = [self._slots.pop(page) for page in pages if page in self._slots]
         for slot in gone:

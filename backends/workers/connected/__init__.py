@@ -1,0 +1,1 @@
+"""Workers on engines with a process and pages of their own."""

@@ -1,0 +1,57 @@
+"""Workers on TensorRT-LLM: makes the drivers of workers/connected/ with its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
+from backends.engine.connected.channel import Listener
+from backends.engine.model_config import CheckpointError
+from backends.engine.trtllm.engine import TrtllmEngine
+from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
+from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
+from backends.errors import ConfigError
+from backends.workers.connected.decode import ConnectedDecode
+from backends.workers.connected.prefill import ConnectedPrefill
+
+
+def make_driver(
+    worker_id: str, worker: PrefillConfig | DecodeConfig, repository: str, config: TrtllmConfig
+) -> ConnectedPrefill | ConnectedDecode:
+    """Load the engine and return its driver. Raises ConfigError. Real weights take minutes."""
+    is_prefill = isinstance(worker, PrefillConfig)
+    folder = checkpoint_folder(worker.checkpoint, repository)
+    spec = EngineSpec(
+        role="prefill" if is_prefill else "decode",
+        dtype=worker.dtype,
+        kv_dtype=worker.kv_dtype,
+        block_tokens=worker.block_tokens,
+        kv_pages=_kv_pages(worker, config, folder),
+        context_tokens_max=worker.context_tokens_max,
+        requests_max=worker.queue_requests_max if is_prefill else worker.slots,
+        chunk_tokens=worker.chunk_tokens if is_prefill else 0,
+    )
+
+    def make_engine(listener: Listener, on_step: Callable[[float], None]) -> TrtllmEngine:
+        return TrtllmEngine(worker_id, spec, config, folder, repository, listener, on_step)
+
+    if isinstance(worker, PrefillConfig):
+        return ConnectedPrefill(worker, make_engine)
+    return ConnectedDecode(worker, make_engine)
+
+
+def _kv_pages(worker: PrefillConfig | DecodeConfig, config: TrtllmConfig, folder: Path) -> int:
+    """Pages of the worker's KV memory. Raises ConfigError: a wrong checkpoint, too few bytes."""
+    if worker.kv_pages:
+        return worker.kv_pages
+    try:
+        shape = read_kv_shape(folder, config.tp_size, worker.context_tokens_max)
+        found: list[str] = []
+        dtype = read_kv_dtype(folder, worker.kv_dtype, worker.dtype, found)
+        if found:
+            raise CheckpointError(folder, found)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    layout = shape.layout(dtype, worker.block_tokens, config.tp_size)
+    return worker.pages_max(layout.block_bytes)

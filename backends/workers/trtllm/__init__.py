@@ -1,1 +1,0 @@
-"""The same workers on TensorRT-LLM."""
