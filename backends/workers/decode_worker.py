@@ -38,17 +38,9 @@ from backends.text.tokenizer import Tokenizer
 from backends.workers.arrivals import Arrival, Arrivals
 from backends.workers.driver import DecodeDriver
 from backends.workers.jobs import DecodeClient, DecodeJob
-from backends.workers.kv_writer import JobEvent
 from backends.workers.lasting_parts import LastingParts
 from backends.workers.lifecycle.decode import step
-from backends.workers.lifecycle.events import (
-    Decoded,
-    KvLoaded,
-    KvSaved,
-    LoadFailed,
-    PagesGiven,
-    Preempted,
-)
+from backends.workers.lifecycle.events import Do, On
 from backends.workers.lifecycle.states import JobPhase, JobState
 from backends.workers.protocol import (
     DecodeRequest,
@@ -58,7 +50,7 @@ from backends.workers.protocol import (
     WorkerMessage,
     gap_s,
 )
-from backends.workers.worker import JobWorker
+from backends.workers.worker import Actions, JobWorker
 from conductor.admission.arrival_check import BatchOnArrival, refusal
 from conductor.estimates.estimates import DecodeEstimate
 from mooncake_store.records.membership import WorkerReport
@@ -100,6 +92,20 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self._repliers = Repliers()
         driver.begin(self)
         self._serve()
+
+    def _actions_of_role(self) -> Actions[DecodeJob]:
+        """In the order of a request's life."""
+        return {
+            Do.RELEASE_GIVEN: self._release_leases,
+            Do.JOIN: self._join,
+            Do.SEND: self._send,
+            Do.TAKE_PAGES: self._take_pages,
+            Do.SAVE: self.writer.save_soon,
+            Do.SAVE_OVER: self._save_over,
+            Do.REPLY: lambda job: self._repliers.send(job.reply),
+            Do.RELEASE_LEASES: self._release_leases,
+            Do.FAIL: self._fail,
+        }
 
     # -- a prefill worker announces KV of a request that has not arrived yet
 
@@ -224,7 +230,8 @@ class DecodeWorker(JobWorker[DecodeJob]):
             self.release(pages)
         if self.driver.can_preempt:
             for request_id in self.batching.to_preempt():
-                self._preempt(self.jobs[request_id])
+                if not self.jobs[request_id].is_leaving:  # it gives up its pages soon
+                    self._preempt(self.jobs[request_id])
         for admitted in self.batching.admit():
             self._arrivals.give_pages(admitted.request_id, admitted.pages)
         for job in self.jobs.values():
@@ -233,29 +240,29 @@ class DecodeWorker(JobWorker[DecodeJob]):
             arrival = self._arrivals.get(job.request_id)
             if arrival is not None and arrival.pages:
                 job.arrival = self._arrivals.pop(job.request_id)
-                self.post(job, PagesGiven())
+                self.post(job, On.PAGES_GIVEN)
 
     # -- a loader reads the blocks that were not read before
 
-    def _loaded(self, job: DecodeJob) -> KvLoaded | LoadFailed:
+    def _load(self, job: DecodeJob) -> On:
         """Read the job's blocks that are not in its pages yet. Runs in the loader's thread."""
         assert job.arrival is not None, f"{job.request_id} has no pages"
         started_s = time.monotonic()
         is_new = job.saved is None
         if is_new:
             job.queue_s = started_s - job.submitted_s
-        event: KvLoaded | LoadFailed = KvLoaded()
         try:
             if not job.is_leaving:
                 self._load_rest(job, job.arrival, is_new)
-        except Exception as problem:  # Catch all: keep the loader's thread
-            event = LoadFailed(self._load_error(job, problem))
-        if is_new:
-            job.load_s = time.monotonic() - started_s
-            observations = self.process.observations
-            observations.observe("mooncake_decode_queue_seconds", job.queue_s)
-            observations.observe("mooncake_handover_load_seconds", job.load_s)
-        return event._replace(releases=self.driver.has_read(job))
+        finally:
+            if is_new:
+                job.load_s = time.monotonic() - started_s
+                observations = self.process.observations
+                observations.observe("mooncake_decode_queue_seconds", job.queue_s)
+                observations.observe("mooncake_handover_load_seconds", job.load_s)
+            if self.driver.has_read(job):
+                self.post(job, On.KV_READ)
+        return On.LOADED
 
     def _load_rest(self, job: DecodeJob, arrival: Arrival, is_new: bool) -> None:
         early = arrival.whole_blocks(self.driver.engine.layout.layers)
@@ -265,9 +272,6 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.driver.engine.import_pages(job.pages)
         if missing:
             raise KvMissing(f"blocks {missing[:8]} of {len(job.blocks)} are gone")
-
-    def _release_given(self, job: DecodeJob) -> None:
-        self._release_leases(job)
 
     def _join(self, job: DecodeJob) -> None:
         self.batching.start(job.request_id, len(job.token_ids))
@@ -290,10 +294,11 @@ class DecodeWorker(JobWorker[DecodeJob]):
                         computed.append(job.request_id)
                     if job.filled:
                         self.put_saved(job)
-                    is_due = job.has_update and self._is_update_due(job, gaps_s, now_s)
-                    if job.finish_reason or is_due:
+                    if job.finish_reason:
+                        self.post(job, On.FINISHED, job.tokens_decoded)
+                    elif job.has_update and self._is_update_due(job, gaps_s, now_s):
                         job.update_sent_s = now_s
-                        self.post(job, Decoded(job.tokens_decoded, bool(job.finish_reason)))
+                        self.post(job, On.DECODED, job.tokens_decoded)
                 except Exception as error:  # Catch all: a request must not fail the batch
                     self.fail(job, error)
             self.batching.computed(computed)
@@ -329,9 +334,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
 
     def _preempt(self, job: DecodeJob) -> None:
         if job.has_update:  # send it now, because the job may wait for long
-            self.post(job, Decoded(job.tokens_decoded, is_last=False))
+            self.post(job, On.DECODED, job.tokens_decoded)
             self.send_news()
-        self.post(job, Preempted())
+        self.post(job, On.PREEMPTED)
 
     def _take_pages(self, job: DecodeJob) -> None:
         self.batching.preempt(job.request_id)
@@ -339,15 +344,6 @@ class DecodeWorker(JobWorker[DecodeJob]):
         log.info("%s is preempted", job.request_id)
         self.process.observations.observe("mooncake_decode_preemptions_total")
         self.process.owners.hold(job.request_id, time.monotonic(), job.saving.keys)
-
-    def _save(self, job: DecodeJob) -> None:
-        assert job.saving is not None, job.request_id
-        self.writer.save_soon(job.saving, job)
-
-    def _on_mark(self, mark: JobEvent) -> None:
-        if isinstance(mark.event, KvSaved):
-            mark.job.saved = mark.event.blocks
-        super()._on_mark(mark)
 
     def _save_over(self, job: DecodeJob) -> None:
         self.batching.saved(job.request_id)
@@ -362,11 +358,9 @@ class DecodeWorker(JobWorker[DecodeJob]):
 
     def _remove(self, job: DecodeJob) -> None:
         super()._remove(job)
+        self._pages.leave(job.pages_left)
         self._arrivals.pop(job.request_id)
         self._refuse_arrival(job.request_id)  # a late LayersReady must not reserve pages
-
-    def _reply(self, job: DecodeJob) -> None:
-        self._repliers.send(job.reply)
 
     def _fail(self, job: DecodeJob) -> None:
         error = job.state.error

@@ -4,11 +4,11 @@ The worker loads KV, allocates pages, writes KV to the store and replies. A driv
 step by step (step_driver.py), spread over several workers (pipeline/), or as an engine with a
 process of its own (connected/). The contract:
 
-* Compute this: after `start` returned or posted EngineReady, the job takes part in steps (JOIN).
-  The driver posts Sampled and Computed for a prompt, and calls `decoded` of a decode worker.
+* Compute this: after `start` returned or posted ENGINE_READY, the job takes part in steps (JOIN).
+  The driver posts SAMPLED and COMPUTED for a prompt, and calls `decoded` of a decode worker.
 * Copy this: the driver queues a write (worker.writer) as soon as KV is in the pages. It queues the
-  last write of a prompt before it posts Computed.
-* Stop that: `leave` stops a job. EngineLeft follows when the engine neither reads nor writes the
+  last write of a prompt before it posts COMPUTED.
+* Stop that: `leave` stops a job. ENGINE_LEFT follows when the engine neither reads nor writes the
   job's pages and slots, and all writes are queued. `leave` may come for a job that never started.
 * What is your load: the worker calls `next_step` at each turn, and `has_room` before it admits a
   prompt.
@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from backends.engine.batching.layer_passes import RingLayout
 from backends.engine.interface import ServingEngine
 from backends.workers.kv_loader import KvLoader
-from backends.workers.lifecycle.events import EngineReady
+from backends.workers.lifecycle.events import On
 from backends.workers.protocol import WorkerMessage
 from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.layout import PageLayout
@@ -72,10 +72,10 @@ class Driver(ABC, Generic[W, J]):
         return True
 
     @abstractmethod
-    def start(self, job: J) -> EngineReady | None:
+    def start(self, job: J) -> On | None:
         """Prepare the engine for a job whose loaded KV is in its pages. Runs in a loader's thread.
 
-        Returns EngineReady, or None if the driver posts it. An exception fails the job.
+        Returns ENGINE_READY, or None if the driver posts it. An exception fails the job.
         """
 
     @abstractmethod
@@ -88,7 +88,11 @@ class Driver(ABC, Generic[W, J]):
 
     @abstractmethod
     def leave(self, job: J) -> None:
-        """Stop computing a job; EngineLeft follows. The caller holds the lock."""
+        """Stop computing a job; ENGINE_LEFT follows. The caller holds the lock."""
+
+    def park(self, pages: list[int]) -> None:
+        """Keep the pages of a job that has left with an uncertain ENGINE_LEFT. The default is never
+        to use them again. The caller holds the lock."""
 
     def series(self) -> Iterable[tuple[str, dict[str, str], float]]:
         """(metric, labels, value): the engine's own metrics."""

@@ -103,6 +103,10 @@ class PrefillJob(Job[PrefillRequest, PrefillClient]):
     native: bytes = b""  # hand-over data of an engine that moves KV by itself
     hands_over_blocks: bool = True  # False: the decode engine computes the prompt again
 
+    def end_writes(self) -> None:
+        """Drop the writes of the prompt's KV that are still queued."""
+        self.put.is_ended = True
+
     def given_output_ids(self) -> list[int]:
         return list(map(int, self.token_ids[self.request.prompt_tokens :]))
 

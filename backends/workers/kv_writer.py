@@ -25,7 +25,7 @@ import numpy as np
 
 from backends.engine.batching.layer_passes import LayerRings
 from backends.errors import Overloaded, ServingError, WorkerUnavailable
-from backends.workers.lifecycle.events import KvSaved, SaveFailed
+from backends.workers.lifecycle.events import On
 from backends.workers.protocol import BlockRef, LayersReady, WorkerOutbox
 from mooncake_store.block_keys import tail_key
 from mooncake_store.client.worker_store import WorkerStore
@@ -42,7 +42,8 @@ class JobEvent(NamedTuple):
     """A mark in the writer's queue: an event of a job (lifecycle/events.py)."""
 
     job: Any
-    event: Any
+    event: On
+    value: Any = None
 
 
 def object_key(request_id: str, index: int) -> bytes:
@@ -285,19 +286,19 @@ class KvWriter:
         if is_handover and put.decode_inbox:
             self._notify(put, -1, [put.refs[block] for block in blocks], [])
 
-    def save_soon(self, put: BlockPut, job: Any) -> None:
-        """Queue `save`. `on_mark` then gets KvSaved or SaveFailed for the job."""
+    def save_soon(self, job: Any) -> None:
+        """Queue `save` of a preempted job. `on_mark` then gets SAVED or SAVE_FAILED."""
 
         def save() -> None:
-            event: KvSaved | SaveFailed
             try:
-                event = KvSaved([] if job.is_leaving else self.save(put))
+                job.saved = [] if job.is_leaving else self.save(job.saving)
+                mark = JobEvent(job, On.SAVED)
             except (ServingError, StoreError) as error:
-                event = SaveFailed(WorkerUnavailable(f"{NOT_SAVED}: {error}"))
+                mark = JobEvent(job, On.SAVE_FAILED, WorkerUnavailable(f"{NOT_SAVED}: {error}"))
             except Exception as error:  # Catch all: the pages are released in any case
-                log.exception("saving %s failed", put.request_id)
-                event = SaveFailed(WorkerUnavailable(f"{NOT_SAVED}: {error!r}"))
-            self._on_mark(JobEvent(job, event))
+                log.exception("saving %s failed", job.request_id)
+                mark = JobEvent(job, On.SAVE_FAILED, WorkerUnavailable(f"{NOT_SAVED}: {error!r}"))
+            self._on_mark(mark)
 
         self._tasks.put(save)
 

@@ -40,15 +40,7 @@ from backends.workers.driver import Driver
 from backends.workers.jobs import LayeredJob, PrefillClient, PrefillJob
 from backends.workers.kv_writer import BlockPut
 from backends.workers.lasting_parts import LastingParts
-from backends.workers.lifecycle.events import (
-    Blocked,
-    KvLoaded,
-    LayerDue,
-    LayerRead,
-    LoadFailed,
-    PagesGiven,
-    Unblocked,
-)
+from backends.workers.lifecycle.events import Do, On
 from backends.workers.lifecycle.prefill import step
 from backends.workers.lifecycle.states import JobPhase, JobState
 from backends.workers.prefix_loading import (
@@ -60,7 +52,7 @@ from backends.workers.prefix_loading import (
     SingleFlight,
 )
 from backends.workers.protocol import BlockRef, PrefillRequest
-from backends.workers.worker import JobWorker
+from backends.workers.worker import Actions, JobWorker
 from conductor.estimates.estimates import PrefillEstimate
 from mooncake_store.block_keys import block_keys, chain_seed, tenant_of
 from mooncake_store.errors import StoreError
@@ -73,10 +65,10 @@ log = logging.getLogger(__name__)
 
 
 class BlocksStored(NamedTuple):
-    """A mark in the writer's queue: these blocks of the job are stored."""
+    """A mark in the writer's queue: these blocks of the job are stored (None: or given up)."""
 
     job: PrefillJob
-    keys: Sequence[bytes]
+    keys: Sequence[bytes] | None
 
 
 class LayerStored(NamedTuple):
@@ -127,6 +119,23 @@ class PrefillWorker(JobWorker[PrefillJob]):
         )
         driver.begin(self)
         self._serve()
+
+    def _actions_of_role(self) -> Actions[PrefillJob]:
+        """In the order of a prompt's life."""
+        return {
+            Do.SETTLE: lambda job: self.writer.mark(BlocksStored(job, None)),
+            Do.JOIN: self._join,
+            Do.READ_LAYER: lambda job: self._loading.submit(self._layer_read, job),
+            Do.LAYER_LOADED: lambda job: self.batching.layer_loaded(job.request_id),
+            Do.STOP_BATCH: self._stop_batch,
+            Do.GIVE_UP_SLOTS: lambda job: self.writer.begin_again(job.put),
+            Do.SEND_FIRST: self._send_first,
+            Do.REPLY: self._reply,
+            Do.END_WRITES: PrefillJob.end_writes,
+            Do.FREE_SLOTS: lambda job: self.writer.free_unfilled(job.put),
+            Do.RELEASE_LEASES: lambda job: self.process.owners.release(job.request_id),
+            Do.FAIL: self._fail,
+        }
 
     # -- a prompt arrives, and waits for pages
 
@@ -190,11 +199,11 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 layer_bytes = self.driver.engine.layout.layer_bytes
                 job.put.rings = LayerRings(self._rings, layer_bytes, numbers)
                 job.layers = LayeredJob()
-            self.post(job, PagesGiven())
+            self.post(job, On.PAGES_GIVEN)
 
     # -- a loader brings its cached prefix
 
-    def _loaded(self, job: PrefillJob) -> KvLoaded | None:
+    def _load(self, job: PrefillJob) -> On | None:
         """Load the cached prefix, or locate it for layer-wise prefill. Runs in a loader's thread.
         None: the job is blocked by another prompt."""
         job.loading_from_s = started_s = time.monotonic()
@@ -202,7 +211,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
         if not job.is_leaving and not self._load_prefix(job):
             return None
         job.load_s = time.monotonic() - started_s
-        return KvLoaded()
+        return On.LOADED
 
     def _load_prefix(self, job: PrefillJob) -> bool:
         put = job.put
@@ -231,7 +240,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             if job.layers is None:
                 self.driver.engine.import_pages(put.pages[:blocks])
         self.writer.announce_cached(put)
-        self._settle_blocks(job, [put.keys[block] for block in put.refs])
+        self._settle(job, [put.keys[block] for block in put.refs])
         return True
 
     def _leads(self, job: PrefillJob, missing: Sequence[bytes]) -> bool:
@@ -241,7 +250,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 return True
             if self._overtakes(job, missing[0]):
                 return True
-            self.post(job, Blocked())
+            self.post(job, On.BLOCKED)
             self._blocked.append(job)
             return False
 
@@ -256,17 +265,14 @@ class PrefillWorker(JobWorker[PrefillJob]):
             return False
         return self.batching.goes_before(job.request_id, leader.request_id)
 
-    def _settle(self, job: PrefillJob) -> None:
-        self._settle_blocks(job, None)
-
-    def _settle_blocks(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
+    def _settle(self, job: PrefillJob, keys: Sequence[bytes] | None) -> None:
         """Record that the job no longer produces these blocks (None: all its blocks), because they
         are stored or abandoned. Then retry the blocked prompts."""
         with self.lock:
             self._single_flight.settle(keys, job.request_id)
             blocked, self._blocked = self._blocked, []
             for other in blocked:
-                self.post(other, Unblocked())
+                self.post(other, On.UNBLOCKED)
 
     # -- the driver computes it (step_driver.py, connected/prefill.py)
 
@@ -289,7 +295,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
 
     def _on_mark(self, mark: Any) -> None:
         if isinstance(mark, BlocksStored):
-            self._settle_blocks(mark.job, mark.keys)
+            self._settle(mark.job, mark.keys)
         elif isinstance(mark, LayerStored):
             self._layer_stored(mark.job)
         else:
@@ -330,17 +336,15 @@ class PrefillWorker(JobWorker[PrefillJob]):
             if may_load and not nodes & self._nodes_read:
                 self._nodes_read |= nodes
                 job.layers.due = layer
-                self.post(job, LayerDue())
-
-    def _read_layer(self, job: PrefillJob) -> None:
-        self._loading.submit(self._work, job, self._layer_read)
+                self.post(job, On.LAYER_DUE)
 
     def _layer_read(self, job: PrefillJob) -> None:
         """Load one layer of the prefix into the ring buffers. Runs in a loader's thread."""
         layers, started_s = job.layers, time.monotonic()
         assert layers is not None and layers.prefix is not None, job.request_id
         assert job.put.rings is not None, job.request_id
-        prefix, layer, event = layers.prefix, layers.due, cast(Any, LayerRead(False))
+        prefix, layer = layers.prefix, layers.due
+        event, value = On.LAYER_READ, cast(Any, False)
         try:
             if self._loader.load_layer(
                 prefix.copies,
@@ -353,20 +357,17 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 cast(LayerEngine, self.driver.engine).import_layer(numbers, layer)
                 if remote := prefix.remote(self.config.store_node):
                     self.writer.layer_done(job.put, remote, layer)
-                event = LayerRead(True)
+                value = True
         except Exception as problem:  # Catch all: keep the loader's thread
-            event = LoadFailed(self._load_error(job, problem))
+            event, value = On.LOAD_FAILED, self._load_error(job, problem)
         took_s = time.monotonic() - started_s
         with self.lock:
             self._nodes_read -= prefix.nodes
             job.load_s += took_s
             layers.load_left_s -= took_s
-            self.post(job, event)
+            self.post(job, event, value)
             self._load_layers_soon()
             self.lock.notify_all()
-
-    def _layer_loaded(self, job: PrefillJob) -> None:
-        self.batching.layer_loaded(job.request_id)
 
     def _layer_stored(self, job: PrefillJob) -> None:
         """Report to the batching that a layer is stored. Runs in the writer's thread."""
@@ -381,9 +382,6 @@ class PrefillWorker(JobWorker[PrefillJob]):
         log.info("a block of %s's prefix is missing: the prompt starts again", job.request_id)
         self.batching.stop(job.request_id)
         job.layers.computing = None
-
-    def _give_up_slots(self, job: PrefillJob) -> None:
-        self.writer.begin_again(job.put)
 
     # -- its KV is stored: the reply
 
@@ -404,19 +402,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 log.warning("the blocks of %s were not leased: %s", request_id, error)
                 break  # the directory would not answer for the others either
 
-    def _keep_leases(self, job: PrefillJob) -> None:
-        self.process.owners.drop(job.request_id)
-
     # -- it leaves
-
-    def _end_writes(self, job: PrefillJob) -> None:
-        job.put.is_ended = True
-
-    def _free_slots(self, job: PrefillJob) -> None:
-        self.writer.free_unfilled(job.put)
-
-    def _release_leases(self, job: PrefillJob) -> None:
-        self.process.owners.release(job.request_id)
 
     def _fail(self, job: PrefillJob) -> None:
         if job.computed_tokens:

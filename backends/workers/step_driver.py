@@ -28,7 +28,7 @@ from backends.engine.sampling import draw, largest_rows
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Driver, Samples
 from backends.workers.jobs import DecodeJob, LayeredJob, PrefillJob
-from backends.workers.lifecycle.events import Computed, EngineLeft, EngineReady, Sampled
+from backends.workers.lifecycle.events import On
 from backends.workers.prefill_worker import LayerStored, PrefillWorker
 from backends.workers.protocol import CopyToken
 from backends.workers.worker import JobWorker
@@ -107,8 +107,8 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         points = [(new, before) for new, before in PREFILL_POINTS if new + before <= longest]
         return calibration.measure_prefill(engine, points, budget_s)
 
-    def start(self, job: PrefillJob) -> EngineReady | None:
-        return EngineReady()
+    def start(self, job: PrefillJob) -> On | None:
+        return On.ENGINE_READY
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         worker = self._worker
@@ -155,7 +155,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             self._sample(job, logits)
             worker.writer.blocks_done(job.put, job.put.unstored_blocks())
             worker.settle_behind(job, range(len(job.put.keys)))
-            worker.post(job, Computed())
+            worker.post(job, On.COMPUTED)
 
     def _step(self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]) -> None:
         worker, started_s = self._worker, time.monotonic()
@@ -183,7 +183,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             if blocks:
                 worker.settle_behind(job, blocks)
             if chunk.is_last:
-                worker.post(job, Computed())
+                worker.post(job, On.COMPUTED)
 
     def _sample(self, job: PrefillJob, logits: np.ndarray) -> None:
         """Sample the first token of a computed prompt. If sampling fails, the job fails."""
@@ -205,7 +205,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
             for other in others
         ]
         job.computed_at_s = time.monotonic()
-        self._worker.post(job, Sampled(drawn.token_id))
+        self._worker.post(job, On.SAMPLED, drawn.token_id)
 
     def _prepare(
         self, chunks: Sequence[Chunk], jobs: Sequence[PrefillJob]
@@ -238,7 +238,7 @@ class StepPrefill(Driver[PrefillWorker, PrefillJob]):
         return range(max(job.put.first_block, chunk.start // self._block_tokens), stop)
 
     def leave(self, job: PrefillJob) -> None:
-        self._worker.post(job, EngineLeft())
+        self._worker.post(job, On.ENGINE_LEFT, True)
 
 
 class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
@@ -255,10 +255,10 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
         return blocks_touched(kv_tokens, self.engine.layout.block_tokens)
 
-    def start(self, job: DecodeJob) -> EngineReady | None:
+    def start(self, job: DecodeJob) -> On | None:
         # After a step the KV of its tokens is in the pages, so every full block may be written.
         job.saved_blocks = sys.maxsize
-        return EngineReady()
+        return On.ENGINE_READY
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         worker = self._worker
@@ -306,4 +306,4 @@ class StepDecode(DecodeDriver[DecodeWorker, DecodeJob]):
         return tokens_of
 
     def leave(self, job: DecodeJob) -> None:
-        self._worker.post(job, EngineLeft())
+        self._worker.post(job, On.ENGINE_LEFT, True)

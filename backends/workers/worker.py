@@ -30,17 +30,7 @@ from backends.workers.jobs import Job
 from backends.workers.kv_loader import PageGuard
 from backends.workers.kv_writer import BlockPut, JobEvent, KvWriter
 from backends.workers.lasting_parts import LastingParts
-from backends.workers.lifecycle.events import (
-    SLOW,
-    BetweenSteps,
-    CallLate,
-    Do,
-    GrammarReady,
-    JobFailed,
-    JobStopped,
-    LoadFailed,
-    Written,
-)
+from backends.workers.lifecycle.events import SLOW, Do, On
 from backends.workers.lifecycle.states import JobPhase, JobState, Result
 from backends.workers.protocol import DrainWorker, Stop, TakeRole, WorkerMessage
 from backends.workers.worker_process import WorkerProcess
@@ -55,11 +45,11 @@ GUIDES_AT_ONCE = 4  # threads that compile grammars
 
 
 J = TypeVar("J", bound=Job[Any, Any])
+Actions = dict[Do, Callable[[J], object]]
 
 
 class JobWorker(ABC, Generic[J]):
-    """Base class of both roles. A role implements the actions of lifecycle/events.py that are not
-    here: a method for each, named like the action."""
+    """Base class of both roles."""
 
     role: str  # "prefill" | "decode"
     step: Callable[[JobState, Any], Result]  # the state machine of the role's jobs
@@ -83,7 +73,7 @@ class JobWorker(ABC, Generic[J]):
         # Jobs that are not over -> time of REMOVE (monotonic). inf: not removed, or its call ended
         # because it was late.
         self._open: dict[J, float] = {}
-        self._asked: dict[J, None] = {}  # jobs that asked for BetweenSteps, in this order
+        self._asked: dict[J, None] = {}  # jobs that asked for BETWEEN_STEPS, in this order
         self._slow: list[tuple[J, Do]] = []  # to be carried out when `_posts` is 0
         self._posts = 0  # depth of nested calls of `post`
         self.is_closing = False
@@ -120,6 +110,7 @@ class JobWorker(ABC, Generic[J]):
             self._on_mark,
             self._write_failed,
         )
+        self._actions = {**self._common_actions(), **self._actions_of_role()}
         self._loading = ThreadPoolExecutor(self.loaders, thread_name_prefix="kv-loader")
         self._guiding = ThreadPoolExecutor(GUIDES_AT_ONCE, thread_name_prefix="guide")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -132,16 +123,17 @@ class JobWorker(ABC, Generic[J]):
 
     # -- the life of a job
 
-    def post(self, job: J, event: Any) -> None:
+    def post(self, job: J, event: On, value: Any = None) -> None:
         """Change the job's state, and carry out what follows, from any thread.
 
         SLOW actions are carried out without the lock. So a caller that holds the lock must not post
-        KvLoaded, GrammarReady, EngineRead, Written or CallLate, which lead to such actions.
+        LOADED, GRAMMAR_READY, KV_READ, WRITTEN or CALL_LATE, which lead to such actions. (FINISHED
+        leads to REPLY, but a decode worker replies in other threads.)
         """
         with self.lock:
             self._posts += 1
             try:
-                job.state, actions = self.step(job.state, event)
+                job.state, actions = self.step(job.state, event, value)
                 for action in actions:
                     if action in SLOW:
                         self._slow.append((job, action))
@@ -155,25 +147,33 @@ class JobWorker(ABC, Generic[J]):
                 return
             slow, self._slow = self._slow, []
         for job, action in slow:
-            try:
-                self._carry_out(job, action)
-            except Exception:  # Catch all: the other actions must follow
-                log.exception("%s of %s failed", action.name, job.request_id)
+            self._carry_out(job, action)
 
     def _carry_out(self, job: J, action: Do) -> None:
-        getattr(self, "_" + action.name.lower())(job)
+        try:
+            self._actions[action](job)
+        except Exception as problem:  # Catch all: only this job fails, and other actions follow
+            log.exception("%s of %s failed", action.name, job.request_id)
+            self.fail(job, WorkerUnavailable(f"{action.name.lower()} failed: {problem!r}"))
 
-    def fail(self, job: J, error: Exception) -> None:
-        """Let the job leave with this error. Only a job's first error counts."""
-        self.post(job, JobFailed(error))
+    @abstractmethod
+    def _actions_of_role(self) -> Actions[J]:
+        """What the worker does for each action of lifecycle/events.py that is not below."""
 
-    def stop(self, request_id: str) -> None:
-        """Stop a request between two steps. A decode worker rejects a request that comes later."""
-        with self.lock:
-            if request_id in self.jobs:
-                self.post(self.jobs[request_id], JobStopped())
-            else:
-                self._stopped_early(request_id)
+    def _common_actions(self) -> Actions[J]:
+        return {
+            Do.ASK_TURN: self._ask_turn,
+            Do.LOAD: lambda job: self._loading.submit(self._work, job, self._load),
+            # In a pool of its own, because compiling a schema may take a second.
+            Do.COMPILE: lambda job: self._guiding.submit(self._work, job, self._compile),
+            Do.START: lambda job: self._work(job, self.driver.start),
+            Do.REMOVE: self._remove,
+            Do.STOP_ENGINE: self.driver.leave,
+            Do.AWAIT_WRITES: lambda job: self.writer.mark(JobEvent(job, On.WRITTEN)),
+            Do.RELEASE_PAGES: lambda job: self.release(job.pages_left),
+            Do.PARK_PAGES: lambda job: self.driver.park(job.pages_left),
+            Do.KEEP_LEASES: lambda job: self.process.owners.drop(job.request_id),
+        }
 
     def _add(self, job: J) -> None:
         """Accept a job that was added to the batching. The caller holds the lock."""
@@ -185,30 +185,21 @@ class JobWorker(ABC, Generic[J]):
         self._asked[job] = None
         self.lock.notify_all()
 
-    def _load(self, job: J) -> None:
-        self._loading.submit(self._work, job, self._loaded)
-
-    def _compile(self, job: J) -> None:
-        # In a pool of its own, because compiling a schema may take a second.
-        self._guiding.submit(self._work, job, self._guided)
-
-    def _start(self, job: J) -> None:
-        self._work(job, self.driver.start)
-
-    def _work(self, job: J, work: Callable[[J], Any]) -> None:
+    def _work(self, job: J, work: Callable[[J], On | None]) -> None:
         """Run `work` in this thread, and post the event that it returns. None: it has posted it."""
         try:
             event = work(job)
         except Exception as problem:  # Catch all: keep the thread
-            event = LoadFailed(self._load_error(job, problem))
+            self.post(job, On.LOAD_FAILED, self._load_error(job, problem))
+            return
         if event is not None:
             self.post(job, event)
 
     @abstractmethod
-    def _loaded(self, job: J) -> Any:
+    def _load(self, job: J) -> On | None:
         """Load the job's KV. Returns the event that follows, or None if it was posted."""
 
-    def _guided(self, job: J) -> GrammarReady:
+    def _compile(self, job: J) -> On:
         """Create the job's grammar matcher, advanced by the job's earlier output tokens.
 
         Raises InvalidRequest.
@@ -217,7 +208,7 @@ class JobWorker(ABC, Generic[J]):
         job.guide = self._guides.guide(
             sampling.guide, sampling.end_ids, output_ids, sampling.guide_kind
         )
-        return GrammarReady()
+        return On.GRAMMAR_READY
 
     def _needs_grammar(self, job: J) -> bool:
         return bool(job.request.sampling.guide) and self.driver.draws_by_guide
@@ -225,22 +216,24 @@ class JobWorker(ABC, Generic[J]):
     def _remove(self, job: J) -> None:
         del self.jobs[job.request_id]
         job.pages_left = self.batching.remove(job.request_id)
-        self._pages.leave(job.pages_left)
         self._open[job] = time.monotonic()
         self.lock.notify_all()
-
-    def _stop_engine(self, job: J) -> None:
-        self.driver.leave(job)
-
-    def _await_writes(self, job: J) -> None:
-        self.writer.mark(JobEvent(job, Written()))
-
-    def _release_pages(self, job: J) -> None:
-        self.release(job.pages_left)
 
     def _on_mark(self, mark: Any) -> None:
         """Handle a mark in the writer's queue. Runs in the writer's thread."""
         self.post(*mark)
+
+    def fail(self, job: J, error: Exception) -> None:
+        """Let the job leave with this error. Only a job's first error counts."""
+        self.post(job, On.FAILED, error)
+
+    def stop(self, request_id: str) -> None:
+        """Stop a request between two steps. A decode worker rejects a request that comes later."""
+        with self.lock:
+            if request_id in self.jobs:
+                self.post(self.jobs[request_id], On.STOPPED)
+            else:
+                self._stopped_early(request_id)
 
     @property
     def open_jobs(self) -> int:
@@ -295,11 +288,12 @@ class JobWorker(ABC, Generic[J]):
         for pool in (self._loading, self._guiding):  # loaders, which submit to `_guiding`, first
             pool.shutdown(wait=True, cancel_futures=True)
         self.writer.close()
-        for job in [
-            job for job in self._open if not job.state.is_call_over
-        ]:  # they did not end in time
+        with self.lock:
+            late = list(self._open)  # jobs that did not end in time
+        for job in late:
+            self.fail(job, WorkerGone(f"{self.process.worker_id} is shutting down"))
+            self.post(job, On.CALL_LATE)
             self.process.owners.release(job.request_id)
-            job.client.fail(WorkerGone(f"{self.process.worker_id} is shutting down"))
         self._replied(give_up_s)
         self.process.leave()
 
@@ -396,7 +390,8 @@ class JobWorker(ABC, Generic[J]):
                 pass
         except Exception:  # Catch all: without this thread no job goes on
             log.exception("a turn of %s failed", self.process.worker_id)
-            self.process.lose("its engine loop has failed")
+            if not self.is_closing:
+                self.process.lose("its engine loop has failed")
 
     def _turn(self) -> bool:
         """One turn of the engine loop. Returns False to end the loop."""
@@ -405,7 +400,7 @@ class JobWorker(ABC, Generic[J]):
                 return False  # the writer releases what these jobs hold
             asked, self._asked = self._asked, {}
             for job in asked:
-                self.post(job, BetweenSteps(self._is_reading(job)))
+                self.post(job, On.BETWEEN_STEPS, self._is_reading(job))
             self._pages.settle()
             self._admit()
             now_s = time.monotonic()
@@ -415,8 +410,8 @@ class JobWorker(ABC, Generic[J]):
             if step is None and not late:
                 self.lock.wait(IDLE_WAIT_S)
                 return True
-        for job in late:
-            self.post(job, CallLate())
+        for job in late:  # in another thread, because ending a call may take long
+            self._loading.submit(self.post, job, On.CALL_LATE)
         if step is not None:
             step()
         return True

@@ -29,7 +29,7 @@ from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Samples
 from backends.workers.jobs import DecodeJob
 from backends.workers.kv_writer import JobEvent
-from backends.workers.lifecycle.events import EngineLeft, EngineRead, EngineReady
+from backends.workers.lifecycle.events import On
 from mooncake_store.block_keys import block_keys, chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
 
@@ -151,7 +151,7 @@ class ConnectedDecode(
             self._stage(answer)
         order = self._order(job)
         with self._worker.lock:
-            self._worker.post(job, EngineReady())
+            self._worker.post(job, On.ENGINE_READY)
             if not job.is_leaving:
                 answer.running = self.engine.generate(order, answer)
 
@@ -230,7 +230,7 @@ class ConnectedDecode(
         self._places.forget(job.pages)
         if (answer := self._answers.get(job)) is not None:
             self.engine.llm.post(answer.believe)
-        self._worker.writer.mark(JobEvent(job, EngineRead()))
+        self._worker.writer.mark(JobEvent(job, On.KV_READ))
 
     def _look_at_held(self, now_s: float) -> None:
         """Believe a request that the connector did not recognise: nothing is loaded for it. Fail a
@@ -285,7 +285,7 @@ class ConnectedDecode(
             answer.running.abort()
         if answer is None or not answer.is_staged:
             self._answers.pop(job, None)
-            self._worker.post(job, EngineLeft())
+            self._worker.post(job, On.ENGINE_LEFT, True)
             return
         answer.ended_s = time.monotonic()
         if job.finish_reason not in ENDS_WELL or self._worker.process.is_lost:
@@ -306,6 +306,6 @@ class ConnectedDecode(
                 del self._staged_jobs[job.request_id]
 
             def left(is_certain: bool, job: DecodeJob = job) -> None:
-                self._worker.post(job, EngineLeft(is_certain))
+                self._worker.post(job, On.ENGINE_LEFT, is_certain)
 
             self._staged.give_back(job.request_id, job.pages_left, left)

@@ -32,7 +32,7 @@ from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, 
 from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.lifecycle.events import Answerable, Computed, EngineLeft, EngineReady, Sampled
+from backends.workers.lifecycle.events import On
 from backends.workers.prefill_worker import PrefillWorker
 from mooncake_store.block_keys import chain_seed, packed_tokens
 from mooncake_store.layout import blocks_touched
@@ -59,9 +59,6 @@ class StagedPrompt:
     is_loaded: bool = False  # all ranks have loaded what the connector claimed
     is_unmatched: bool = False  # the connector did not recognise it; the engine computed all of it
     has_native: bool = False  # the engine has ended it, and `job.native` is set
-    is_announced: bool = False  # Sampled was posted
-    is_answered: bool = False  # Answerable or Computed was posted
-    is_over: bool = False  # Computed was posted
 
     @property
     def is_known(self) -> bool:
@@ -127,7 +124,7 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
             order = self._order(job)
             worker = self._worker
             with worker.lock:
-                worker.post(job, EngineReady())
+                worker.post(job, On.ENGINE_READY)
                 if not job.is_leaving:
                     prompt.started_tokens = job.cached_tokens
                     prompt.given_s = time.monotonic()
@@ -198,7 +195,7 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
                 return
             prompt.is_claimed = True
             prompt.is_loaded = prompt.is_loaded or not loaded_tokens
-            if not prompt.is_announced:
+            if prompt.job.state.token_id is None:  # the message with the first token tells it
                 job = prompt.job
                 job.cached_tokens = min(local_tokens + loaded_tokens, len(job.token_ids) - 1)
         self._go_on(prompt)
@@ -267,26 +264,20 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
         self._go_on(prompt)
 
     def _go_on(self, prompt: StagedPrompt) -> None:
-        """Post the events whose conditions hold by now, each once.
-
-        Under the lock, so that two threads post them in order.
-        """
+        """Post the events whose conditions hold by now. If they were posted before, they have no
+        effect. Under the lock, so that two threads post them in order."""
         worker, job = self._worker, prompt.job
         with worker.lock:
             if prompt.token_id is None or job.is_leaving or not prompt.is_known:
                 return
-            if not prompt.is_announced:
-                prompt.is_announced = True
-                worker.post(job, Sampled(prompt.token_id))
-            is_ready = prompt.has_native if self.is_native else not prompt.unsaved
-            if is_ready and not prompt.is_answered:
-                prompt.is_answered = True
-                self._health.went_well()
-                if self.is_native:
-                    worker.post(job, Answerable())
-            if prompt.is_answered and not prompt.unsaved and not prompt.is_over:
-                prompt.is_over = True
-                worker.post(job, Computed())
+            worker.post(job, On.SAMPLED, prompt.token_id)
+            if self.is_native and not prompt.has_native:
+                return
+            if self.is_native:
+                worker.post(job, On.ANSWERABLE)
+            if not prompt.unsaved:
+                worker.post(job, On.COMPUTED)
+            self._health.went_well()
 
     # -- prompts without further reports
 
@@ -325,7 +316,7 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
 
     def leave(self, job: PrefillJob) -> None:
         def left(is_certain: bool = True) -> None:
-            self._worker.post(job, EngineLeft(is_certain))
+            self._worker.post(job, On.ENGINE_LEFT, is_certain)
 
         prompt = self._prompts.pop(job, None)
         if prompt is None:  # never staged

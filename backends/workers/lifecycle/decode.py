@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from backends.workers.lifecycle import events as e
 from backends.workers.lifecycle import states
-from backends.workers.lifecycle.events import Do
+from backends.workers.lifecycle.events import Do, On
 from backends.workers.lifecycle.states import (
+    AT_WORK,
     ENDING,
+    LEFT,
     JobPhase,
     JobState,
     Result,
@@ -25,86 +26,58 @@ from backends.workers.lifecycle.states import (
     ignored,
 )
 
-AT_WORK = (JobPhase.LOADING, JobPhase.COMPILING, JobPhase.STARTING)  # a thread works for the job
-ACTIVE = (JobPhase.QUEUED, *AT_WORK, JobPhase.COMPUTING, JobPhase.SAVING)
+READS = {JobPhase.LOADING, JobPhase.STARTING, JobPhase.COMPUTING, JobPhase.LEAVING}
+ACTIVE = {JobPhase.QUEUED, JobPhase.COMPUTING, JobPhase.SAVING} | AT_WORK
 
 
-def step(state: JobState, event: Any) -> Result:
-    return states.step_of(TABLE, state, event)
+def step(state: JobState, event: On, value: Any = None) -> Result:
+    return states.step_of(TABLE, state, event, value)
 
 
-def _releasing(result: Result) -> Result:
-    """`result`, after the leases of the handed-over blocks are released."""
-    state, actions = result
-    if not state.is_given:
-        return result
-    return state._replace(is_given=False), [Do.RELEASE_GIVEN, *actions]
+def _kv_read(state: JobState, value: None) -> Result:
+    return state._replace(is_given=False), [Do.RELEASE_GIVEN] if state.is_given else []
 
 
-def _loaded(state: JobState, event: e.KvLoaded) -> Result:
-    result = states.loaded(state, event)
-    return _releasing(result) if event.releases else result
+def _decoded(state: JobState, tokens: int) -> Result:
+    assert tokens >= state.sent_tokens, "tokens were sent twice"
+    return state._replace(sent_tokens=tokens), [Do.SEND] if tokens > state.sent_tokens else []
 
 
-def _load_failed(state: JobState, event: e.LoadFailed) -> Result:
-    result = states.thread_failed(state, event)
-    return _releasing(result) if event.releases else result
+def _finished(state: JobState, tokens: int) -> Result:
+    state = state._replace(phase=JobPhase.QUITTING, is_call_over=True, sent_tokens=tokens)
+    return state, [Do.REMOVE, Do.REPLY, Do.STOP_ENGINE]
 
 
-def _load_over(state: JobState, event: e.KvLoaded | e.LoadFailed) -> Result:
-    result = states.thread_over(state, event)
-    return _releasing(result) if event.releases else result
-
-
-def _engine_read(state: JobState, event: e.EngineRead) -> Result:
-    return _releasing((state, []))
-
-
-def _decoded(state: JobState, event: e.Decoded) -> Result:
-    assert event.tokens >= state.sent_tokens, "tokens were sent twice"
-    if event.is_last:
-        state = state._replace(phase=JobPhase.QUITTING, is_call_over=True, sent_tokens=event.tokens)
-        return state, [Do.REMOVE, Do.REPLY, Do.STOP_ENGINE]
-    if event.tokens == state.sent_tokens:
-        return state, []
-    return state._replace(sent_tokens=event.tokens), [Do.SEND]
-
-
-def _preempted(state: JobState, event: e.Preempted) -> Result:
+def _preempted(state: JobState, value: None) -> Result:
     state = state._replace(phase=JobPhase.SAVING, is_busy=True, is_given=True)
     return state, [Do.TAKE_PAGES, Do.SAVE]
 
 
-def _saved(state: JobState, event: e.KvSaved) -> Result:
+def _saved(state: JobState, value: None) -> Result:
     return state._replace(phase=JobPhase.QUEUED, is_busy=False), [Do.SAVE_OVER]
 
 
-def _save_failed(state: JobState, event: e.SaveFailed) -> Result:
-    state, actions = states.thread_failed(state, event)
+def _save_failed(state: JobState, error: Exception) -> Result:
+    state, actions = states.thread_failed(state, error)
     return state, [Do.SAVE_OVER, *actions]
 
 
-def _save_over(state: JobState, event: e.KvSaved | e.SaveFailed) -> Result:
-    state, actions = states.thread_over(state, event)
+def _save_over(state: JobState, value: Any) -> Result:
+    state, actions = states.thread_over(state, value)
     return state, [Do.SAVE_OVER, *actions]
 
 
 TABLE: Table = {
-    **states.STARTING_CELLS,
-    **states.LEAVING_CELLS,
-    (JobPhase.LOADING, e.KvLoaded): _loaded,
-    **cells((*AT_WORK, JobPhase.COMPUTING), e.LoadFailed, _load_failed),
-    **cells(ACTIVE, e.JobStopped, states.stopped),
-    **cells(ACTIVE, e.JobFailed, states.failed),
-    **cells((JobPhase.STARTING, JobPhase.COMPUTING, JobPhase.LEAVING), e.EngineRead, _engine_read),
-    (JobPhase.COMPUTING, e.Decoded): _decoded,
-    (JobPhase.COMPUTING, e.Preempted): _preempted,
-    (JobPhase.SAVING, e.KvSaved): _saved,
-    (JobPhase.SAVING, e.SaveFailed): _save_failed,
-    (JobPhase.LEAVING, e.KvLoaded): _load_over,
-    (JobPhase.LEAVING, e.LoadFailed): _load_over,
-    (JobPhase.LEAVING, e.KvSaved): _save_over,
-    (JobPhase.LEAVING, e.SaveFailed): _save_over,
-    **cells(ENDING, e.Decoded, ignored),  # of a step that had begun before
-    **cells((JobPhase.QUITTING, JobPhase.FLUSHING, JobPhase.OVER), e.EngineRead, ignored),
+    **states.COMMON,
+    **cells(ACTIVE, {On.STOPPED, On.FAILED}, states.leaves),
+    **cells(AT_WORK | {JobPhase.COMPUTING}, {On.LOAD_FAILED}, states.thread_failed),
+    **cells(READS, {On.KV_READ}, _kv_read),
+    (JobPhase.COMPUTING, On.DECODED): _decoded,
+    (JobPhase.COMPUTING, On.FINISHED): _finished,
+    (JobPhase.COMPUTING, On.PREEMPTED): _preempted,
+    (JobPhase.SAVING, On.SAVED): _saved,
+    (JobPhase.SAVING, On.SAVE_FAILED): _save_failed,
+    **cells({JobPhase.LEAVING}, {On.SAVED, On.SAVE_FAILED}, _save_over),
+    **cells(ENDING, {On.DECODED, On.FINISHED}, ignored),  # of a step that had begun before
+    **cells(LEFT, {On.KV_READ}, ignored),
 }

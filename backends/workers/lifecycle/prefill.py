@@ -3,17 +3,18 @@
     queued → loading → [blocked → loading] → [compiling] → starting → computing → storing → quitting
 
 The reply follows the last write. An engine that hands KV over by itself does not wait for the
-store: computing → handed → answered → storing.
+store: computing → handed → answered → storing. An engine may post SAMPLED, ANSWERABLE and COMPUTED
+again; only the first counts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from backends.workers.lifecycle import events as e
 from backends.workers.lifecycle import states
-from backends.workers.lifecycle.events import Do
+from backends.workers.lifecycle.events import Do, On
 from backends.workers.lifecycle.states import (
+    AT_WORK,
     ENDING,
     JobPhase,
     JobState,
@@ -23,135 +24,131 @@ from backends.workers.lifecycle.states import (
     ignored,
 )
 
-AT_WORK = (JobPhase.LOADING, JobPhase.COMPILING, JobPhase.STARTING)  # a thread works for the job
-COMPUTED = (JobPhase.STORING, JobPhase.HANDED, JobPhase.ANSWERED)
-ACTIVE = (
-    JobPhase.QUEUED,
-    JobPhase.BLOCKED,
-    *AT_WORK,
-    JobPhase.COMPUTING,
-    JobPhase.RESETTING,
-    *COMPUTED,
-)
+COMPUTED = {JobPhase.STORING, JobPhase.HANDED, JobPhase.ANSWERED}
+IN_BATCH = {JobPhase.COMPUTING, JobPhase.RESETTING}
+ACTIVE = {JobPhase.QUEUED, JobPhase.BLOCKED} | AT_WORK | IN_BATCH | COMPUTED
 
 
-def step(state: JobState, event: Any) -> Result:
-    return states.step_of(TABLE, state, event)
+def step(state: JobState, event: On, value: Any = None) -> Result:
+    return states.step_of(TABLE, state, event, value)
 
 
 # --- the cached prefix
 
 
-def _blocked(state: JobState, event: e.Blocked) -> Result:
+def _blocked(state: JobState, value: None) -> Result:
     return state._replace(phase=JobPhase.BLOCKED, is_busy=False), []
 
 
-def _layer_due(state: JobState, event: e.LayerDue) -> Result:
+def _layer_due(state: JobState, value: None) -> Result:
     assert not state.is_busy, "a layer of the job is being read already"
     return state._replace(is_busy=True), [Do.READ_LAYER]
 
 
-def _layer_read(state: JobState, event: e.LayerRead) -> Result:
+def _layer_read(state: JobState, is_here: bool) -> Result:
     state = state._replace(is_busy=False)
-    if event.is_here:
+    if is_here:
         return state, [Do.LAYER_LOADED]
     return state._replace(phase=JobPhase.RESETTING), [Do.ASK_TURN]
 
 
-def _reset(state: JobState, event: e.BetweenSteps) -> Result:
-    actions = [Do.STOP_BATCH, Do.GIVE_UP_SLOTS, Do.AWAIT_WRITES]
-    return state._replace(awaited=state.awaited + 1), actions
+def _reset(state: JobState, value: Any) -> Result:
+    state, actions = states.awaiting(state, JobPhase.RESETTING)
+    return state, [Do.STOP_BATCH, Do.GIVE_UP_SLOTS, *actions]
 
 
-def _slots_given_up(state: JobState, event: e.Written) -> Result:
-    return states.admitted(state._replace(awaited=state.awaited - 1), e.PagesGiven())
+def _slots_given_up(state: JobState, value: None) -> Result:
+    state, _ = states.written(state, value)
+    return states.pages_given(state, value)
 
 
 # --- the result
 
 
-def _sampled(state: JobState, event: e.Sampled) -> Result:
+def _sampled(state: JobState, token_id: int) -> Result:
     if state.token_id is not None:
         return state, []
-    return state._replace(token_id=event.token_id), [Do.SEND_FIRST]
+    return state._replace(token_id=token_id), [Do.SEND_FIRST]
 
 
-def _answerable(state: JobState, event: e.Answerable) -> Result:
-    return state._replace(phase=JobPhase.HANDED, awaited=state.awaited + 1), [Do.AWAIT_WRITES]
+def _answerable(state: JobState, value: None) -> Result:
+    return states.awaiting(state, JobPhase.HANDED)
 
 
-def _answer_early(state: JobState, event: e.Written) -> Result:
-    state = state._replace(phase=JobPhase.ANSWERED, is_call_over=True, awaited=state.awaited - 1)
-    return state, [Do.REPLY]
+def _answer_early(state: JobState, value: None) -> Result:
+    state, _ = states.written(state, value)
+    phase = JobPhase.STORING if state.awaited else JobPhase.ANSWERED  # computed meanwhile, or not
+    return state._replace(phase=phase, is_call_over=True), [Do.REPLY]
 
 
-def _computed(state: JobState, event: e.Computed) -> Result:
-    return state._replace(phase=JobPhase.STORING, awaited=state.awaited + 1), [Do.AWAIT_WRITES]
+def _computed(state: JobState, value: None) -> Result:
+    return states.awaiting(state, JobPhase.STORING)
 
 
-def _stored(state: JobState, event: e.Written) -> Result:
-    state = state._replace(awaited=state.awaited - 1)
+def _computed_early(state: JobState, value: None) -> Result:
+    return states.awaiting(state, JobPhase.HANDED)
+
+
+def _stored(state: JobState, value: None) -> Result:
+    state, actions = states.written(state, value)
     if state.awaited:
-        return state, []
+        return state, actions
     actions = [Do.REMOVE]
     if state.keeps_leases:
         actions.append(Do.KEEP_LEASES)
     if not state.is_call_over:
         actions.append(Do.REPLY)
-    return state._replace(phase=JobPhase.QUITTING, is_call_over=True), [*actions, Do.STOP_ENGINE]
+    actions += [Do.SETTLE, Do.STOP_ENGINE]
+    return state._replace(phase=JobPhase.QUITTING, is_call_over=True), actions
 
 
 # --- leaving
 
 
-def _failed(state: JobState, event: e.JobFailed | e.LoadFailed) -> Result:
-    state, actions = states.failed(state, event)
+def _failed(state: JobState, error: Exception) -> Result:
+    state, actions = states.leaves(state, error)
     return state, [Do.END_WRITES, *actions]
 
 
-def _thread_failed(state: JobState, event: e.LoadFailed) -> Result:
-    return _failed(state._replace(is_busy=False), event)
+def _thread_failed(state: JobState, error: Exception) -> Result:
+    return _failed(state._replace(is_busy=False), error)
 
 
-def _written_meanwhile(state: JobState, event: e.Written) -> Result:
-    return state._replace(awaited=state.awaited - 1), []
+def _between_steps(state: JobState, is_reading: bool) -> Result:
+    state, actions = states.between_steps(state, is_reading)
+    return state, [*actions, Do.SETTLE] if state.has_left else actions
 
 
-def _flushed(state: JobState, event: e.Written) -> Result:
-    state, actions = states.flushed(state, event)
+def _flushed(state: JobState, value: None) -> Result:
+    state, actions = states.flushed(state, value)
     if state.phase is not JobPhase.OVER:
         return state, actions
-    slots = [Do.FREE_SLOTS] if state.is_certain else []
-    return state, [Do.SETTLE, *slots, *actions]
+    return state, [Do.FREE_SLOTS, *actions] if state.is_certain else actions
 
 
 TABLE: Table = {
-    **states.STARTING_CELLS,
-    **states.LEAVING_CELLS,
-    (JobPhase.LOADING, e.Blocked): _blocked,
-    (JobPhase.LOADING, e.KvLoaded): states.loaded,
-    **cells(ACTIVE, e.JobStopped, states.stopped),
-    **cells(ACTIVE, e.JobFailed, _failed),
-    **cells((*AT_WORK, JobPhase.COMPUTING), e.LoadFailed, _thread_failed),
-    (JobPhase.BLOCKED, e.Unblocked): states.admitted,
-    (JobPhase.COMPUTING, e.LayerDue): _layer_due,
-    (JobPhase.COMPUTING, e.LayerRead): _layer_read,
-    (JobPhase.COMPUTING, e.Sampled): _sampled,
-    (JobPhase.COMPUTING, e.Answerable): _answerable,
-    (JobPhase.COMPUTING, e.Computed): _computed,
-    (JobPhase.RESETTING, e.BetweenSteps): _reset,
-    (JobPhase.RESETTING, e.Written): _slots_given_up,
-    (JobPhase.HANDED, e.Written): _answer_early,
-    (JobPhase.HANDED, e.Computed): _computed,
-    (JobPhase.ANSWERED, e.Computed): _computed,
-    (JobPhase.STORING, e.Written): _stored,
-    (JobPhase.LEAVING, e.PagesGiven): ignored,  # REMOVE gives the pages back
-    **cells(ENDING, e.Unblocked, ignored),
-    **cells((JobPhase.LEAVING, JobPhase.QUITTING), e.Written, _written_meanwhile),
-    (JobPhase.LEAVING, e.Blocked): states.thread_over,
-    (JobPhase.LEAVING, e.LayerRead): states.thread_over,
-    **cells(ENDING, e.Sampled, ignored),  # of a step that had begun before
-    **cells(ENDING, e.Answerable, ignored),
-    **cells(ENDING, e.Computed, ignored),
-    (JobPhase.FLUSHING, e.Written): _flushed,
+    **states.COMMON,
+    **cells(ACTIVE, {On.STOPPED}, states.leaves),
+    **cells(ACTIVE, {On.FAILED}, _failed),
+    **cells(AT_WORK | {JobPhase.COMPUTING}, {On.LOAD_FAILED}, _thread_failed),
+    (JobPhase.LOADING, On.BLOCKED): _blocked,
+    (JobPhase.BLOCKED, On.UNBLOCKED): states.pages_given,
+    (JobPhase.COMPUTING, On.LAYER_DUE): _layer_due,
+    (JobPhase.COMPUTING, On.LAYER_READ): _layer_read,
+    (JobPhase.RESETTING, On.BETWEEN_STEPS): _reset,
+    (JobPhase.RESETTING, On.WRITTEN): _slots_given_up,
+    (JobPhase.COMPUTING, On.SAMPLED): _sampled,
+    (JobPhase.COMPUTING, On.ANSWERABLE): _answerable,
+    (JobPhase.HANDED, On.WRITTEN): _answer_early,
+    **cells({JobPhase.COMPUTING, JobPhase.ANSWERED}, {On.COMPUTED}, _computed),
+    (JobPhase.HANDED, On.COMPUTED): _computed_early,
+    (JobPhase.STORING, On.WRITTEN): _stored,
+    **cells(COMPUTED, {On.SAMPLED, On.ANSWERABLE}, ignored),
+    (JobPhase.STORING, On.COMPUTED): ignored,
+    (JobPhase.LEAVING, On.BETWEEN_STEPS): _between_steps,
+    (JobPhase.LEAVING, On.PAGES_GIVEN): ignored,  # REMOVE gives the pages back
+    **cells({JobPhase.LEAVING}, {On.BLOCKED, On.LAYER_READ}, states.thread_over),
+    **cells({JobPhase.LEAVING, JobPhase.QUITTING}, {On.WRITTEN}, states.written),
+    **cells(ENDING, {On.UNBLOCKED, On.SAMPLED, On.ANSWERABLE, On.COMPUTED}, ignored),
+    (JobPhase.FLUSHING, On.WRITTEN): _flushed,
 }

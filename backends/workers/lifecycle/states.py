@@ -27,13 +27,10 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
-from backends.workers.lifecycle import events as e
-from backends.workers.lifecycle.events import Do
+from backends.workers.lifecycle.events import Do, On
 
 
 class JobPhase(str, Enum):
-    """Derived from str, which caches its hash, because each event costs a lookup in a table."""
-
     QUEUED = "queued"
     LOADING = "loading"
     BLOCKED = "blocked"
@@ -51,6 +48,11 @@ class JobPhase(str, Enum):
     OVER = "over"
 
 
+AT_WORK = {JobPhase.LOADING, JobPhase.COMPILING, JobPhase.STARTING}  # a thread works for the job
+LEFT = {JobPhase.QUITTING, JobPhase.FLUSHING, JobPhase.OVER}
+ENDING = LEFT | {JobPhase.LEAVING}
+
+
 class JobState(NamedTuple):
     phase: JobPhase = JobPhase.QUEUED
     is_busy: bool = False  # True: a thread works for the job, and ends with an event
@@ -59,7 +61,7 @@ class JobState(NamedTuple):
     error: Exception | None = None  # the first error; None: stopped, or no error
     is_call_over: bool = False  # True: the call has ended, or its end is under way
     is_certain: bool = True  # False: the engine may still copy KV, so pages and slots stay
-    awaited: int = 0  # number of AWAIT_WRITES without their Written
+    awaited: int = 0  # number of AWAIT_WRITES without their WRITTEN
     token_id: int | None = None  # prefill: the first token of the output
     is_given: bool = True  # decode: leases of handed-over or saved blocks are held
     sent_tokens: int = 0  # decode: tokens sent so far
@@ -76,116 +78,115 @@ class JobState(NamedTuple):
 
 
 Result = tuple[JobState, list[Do]]
-Table = Mapping[tuple[JobPhase, type], Callable[[JobState, Any], Result]]
-LEFT = frozenset({JobPhase.QUITTING, JobPhase.FLUSHING, JobPhase.OVER})
-ENDING = LEFT | {JobPhase.LEAVING}
+Cell = Callable[[JobState, Any], Result]  # the second argument: the value of the event
+Table = Mapping[tuple[JobPhase, On], Cell]
 
 
-def step_of(table: Table, state: JobState, event: Any) -> Result:
+def step_of(table: Table, state: JobState, event: On, value: Any) -> Result:
     """The next state, and the actions in order. Raises AssertionError if there is no cell."""
-    cell = table.get((state.phase, type(event)))
-    assert cell is not None, f"{type(event).__name__} cannot come while {state.phase.value}"
-    return cell(state, event)
+    cell = table.get((state.phase, event))
+    assert cell is not None, f"{event.name} cannot come while {state.phase.value}"
+    return cell(state, value)
 
 
-def cells(
-    phases: Iterable[JobPhase], kind: type, cell: Callable[[JobState, Any], Result]
-) -> dict[tuple[JobPhase, type], Callable[[JobState, Any], Result]]:
-    return {(phase, kind): cell for phase in phases}
+def cells(phases: Iterable[JobPhase], events: Iterable[On], cell: Cell) -> Table:
+    return {(phase, event): cell for phase in phases for event in events}
 
 
-def ignored(state: JobState, event: Any) -> Result:
+def ignored(state: JobState, value: Any) -> Result:
     return state, []
 
 
 # --- until it is computed
 
 
-def admitted(state: JobState, event: e.PagesGiven) -> Result:
+def pages_given(state: JobState, value: None) -> Result:
     return state._replace(phase=JobPhase.LOADING, is_busy=True), [Do.LOAD]
 
 
-def loaded(state: JobState, event: e.KvLoaded) -> Result:
+def loaded(state: JobState, value: None) -> Result:
     if state.needs_grammar:
         return state._replace(phase=JobPhase.COMPILING), [Do.COMPILE]
     return state._replace(phase=JobPhase.STARTING), [Do.START]
 
 
-def guided(state: JobState, event: e.GrammarReady) -> Result:
-    return state._replace(phase=JobPhase.STARTING, needs_grammar=False), [Do.START]
+def grammar_ready(state: JobState, value: None) -> Result:
+    return loaded(state._replace(needs_grammar=False), value)
 
 
-def ready(state: JobState, event: e.EngineReady) -> Result:
+def engine_ready(state: JobState, value: None) -> Result:
     return state._replace(phase=JobPhase.COMPUTING, is_busy=False), [Do.JOIN]
 
 
 # --- leaving
 
 
-def stopped(state: JobState, event: e.JobStopped) -> Result:
-    return state._replace(phase=JobPhase.LEAVING), [Do.ASK_TURN]
+def leaves(state: JobState, error: Exception | None) -> Result:
+    return state._replace(phase=JobPhase.LEAVING, error=error), [Do.ASK_TURN]
 
 
-def failed(state: JobState, event: e.JobFailed | e.LoadFailed | e.SaveFailed) -> Result:
-    return state._replace(phase=JobPhase.LEAVING, error=event.error), [Do.ASK_TURN]
+def thread_failed(state: JobState, error: Exception) -> Result:
+    return leaves(state._replace(is_busy=False), error)
 
 
-def thread_failed(state: JobState, event: e.LoadFailed | e.SaveFailed) -> Result:
-    return failed(state._replace(is_busy=False), event)
-
-
-def thread_over(state: JobState, event: Any) -> Result:
+def thread_over(state: JobState, value: Any) -> Result:
     """The thread of a leaving job has ended."""
     return state._replace(is_busy=False), [Do.ASK_TURN]
 
 
-def between_steps(state: JobState, event: e.BetweenSteps) -> Result:
+def between_steps(state: JobState, is_reading: bool) -> Result:
+    """`is_reading`: the loader reads an announced layer into the pages of a decode job."""
     if state.is_busy:
         return state, []  # `thread_over` asks again
-    if event.is_reading:
+    if is_reading:
         return state, [Do.ASK_TURN]
     return state._replace(phase=JobPhase.QUITTING), [Do.REMOVE, Do.STOP_ENGINE]
 
 
-def engine_left(state: JobState, event: e.EngineLeft) -> Result:
-    state = state._replace(
-        phase=JobPhase.FLUSHING, is_certain=event.is_certain, awaited=state.awaited + 1
-    )
-    return state, [Do.AWAIT_WRITES]
+def awaiting(state: JobState, phase: JobPhase) -> Result:
+    return state._replace(phase=phase, awaited=state.awaited + 1), [Do.AWAIT_WRITES]
 
 
-def flushed(state: JobState, event: e.Written) -> Result:
-    state = state._replace(awaited=state.awaited - 1)
+def engine_left(state: JobState, is_certain: bool) -> Result:
+    return awaiting(state._replace(is_certain=is_certain), JobPhase.FLUSHING)
+
+
+def written(state: JobState, value: None) -> Result:
+    return state._replace(awaited=state.awaited - 1), []
+
+
+def flushed(state: JobState, value: None) -> Result:
+    state, actions = written(state, value)
     if state.awaited:
-        return state, []
-    actions = [Do.RELEASE_PAGES] if state.is_certain else []
+        return state, actions
+    actions = [Do.RELEASE_PAGES if state.is_certain else Do.PARK_PAGES]
     if not (state.is_call_over and state.keeps_leases):
-        actions.append(Do.RELEASE_LEASES)
+        actions.append(Do.RELEASE_LEASES if state.is_certain else Do.KEEP_LEASES)
     if not state.is_call_over:
         actions.append(Do.FAIL)
     return state._replace(phase=JobPhase.OVER, is_call_over=True), actions
 
 
-def call_late(state: JobState, event: e.CallLate) -> Result:
+def call_late(state: JobState, value: None) -> Result:
     if state.is_call_over:
         return state, []
     return state._replace(is_call_over=True, keeps_leases=False), [Do.FAIL]
 
 
-LEAVING_CELLS: Table = {
-    (JobPhase.LEAVING, e.BetweenSteps): between_steps,
-    (JobPhase.LEAVING, e.KvLoaded): thread_over,
-    (JobPhase.LEAVING, e.LoadFailed): thread_over,
-    (JobPhase.LEAVING, e.GrammarReady): thread_over,
-    (JobPhase.LEAVING, e.EngineReady): thread_over,
-    (JobPhase.QUITTING, e.EngineLeft): engine_left,
-    (JobPhase.FLUSHING, e.Written): flushed,
-    **cells(LEFT, e.CallLate, call_late),
-    **cells(ENDING, e.JobStopped, ignored),
-    **cells(ENDING, e.JobFailed, ignored),
-}
-STARTING_CELLS: Table = {
-    (JobPhase.QUEUED, e.PagesGiven): admitted,
-    (JobPhase.COMPILING, e.GrammarReady): guided,
-    (JobPhase.STARTING, e.EngineReady): ready,
+COMMON: Table = {
+    (JobPhase.QUEUED, On.PAGES_GIVEN): pages_given,
+    (JobPhase.LOADING, On.LOADED): loaded,
+    (JobPhase.COMPILING, On.GRAMMAR_READY): grammar_ready,
+    (JobPhase.STARTING, On.ENGINE_READY): engine_ready,
+    (JobPhase.LEAVING, On.BETWEEN_STEPS): between_steps,
+    **cells(
+        {JobPhase.LEAVING},
+        {On.LOADED, On.LOAD_FAILED, On.GRAMMAR_READY, On.ENGINE_READY},
+        thread_over,
+    ),
+    (JobPhase.QUITTING, On.ENGINE_LEFT): engine_left,
+    (JobPhase.FLUSHING, On.WRITTEN): flushed,
+    **cells(ENDING, {On.CALL_LATE}, call_late),
+    **cells(ENDING, {On.STOPPED, On.FAILED}, ignored),
+    **cells(LEFT, {On.LOAD_FAILED}, ignored),  # the engine refused a job that was ready
 }

@@ -27,7 +27,7 @@ from backends.errors import InvalidRequest, WorkerGone, WorkerUnavailable, from_
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_loader import KvLoader
 from backends.workers.kv_writer import JobEvent
-from backends.workers.lifecycle.events import Computed, EngineLeft, EngineReady, Sampled
+from backends.workers.lifecycle.events import On
 from backends.workers.pipeline import group
 from backends.workers.pipeline.group import PipelineGroup
 from backends.workers.pipeline.stage_prefill import StagePrefill
@@ -191,11 +191,11 @@ class PipelinePrefill(StagePrefill):
             return load.blocks
 
     def start(self, job: PrefillJob) -> None:
-        """Queue the allocation of slots for all stages, then EngineReady."""
+        """Queue the allocation of slots for all stages, then ENGINE_READY."""
         blocks = blocks_touched(len(job.token_ids), self._block_tokens)
         writer = self._worker.writer
         writer.allocate(job.put, range(job.put.first_block, blocks))
-        writer.mark(JobEvent(job, EngineReady()))
+        writer.mark(JobEvent(job, On.ENGINE_READY))
 
     # -- steps
 
@@ -249,7 +249,7 @@ class PipelinePrefill(StagePrefill):
                 self._worker.fail(job, from_wire(message.errors[index], "the last stage"))
             elif chunk.is_last and not job.is_leaving:
                 job.logprobs = message.logprobs[index] if message.logprobs else []
-                self._worker.post(job, Sampled(message.token_ids[index]))
+                self._worker.post(job, On.SAMPLED, message.token_ids[index])
 
     def _written(self, message: StageWritten) -> None:
         """Record that a stage has written its layers. Commit the blocks if all stages have."""
@@ -270,19 +270,23 @@ class PipelinePrefill(StagePrefill):
                 worker.writer.blocks_done(job.put, blocks)
                 worker.settle_behind(job, blocks)
             if chunk.is_last:
-                worker.post(job, Computed())
+                worker.post(job, On.COMPUTED)
         self._window.over(step)
 
     # -- leaving
 
     def leave(self, job: PrefillJob) -> None:
         def left() -> None:
-            is_certain = self._group.is_whole
-            if not is_certain:  # a stage that has left the epoch may still compute in these pages
-                self._parked += job.pages_left
-            self._worker.post(job, EngineLeft(is_certain))
+            # A stage that has left the epoch may still compute in the pages, and write the slots.
+            self._worker.post(job, On.ENGINE_LEFT, self._group.is_whole)
 
         self._window.behind(job, left)
+
+    def park(self, pages: list[int]) -> None:
+        if self._group.is_whole:  # again: all stages have ended the work of earlier epochs
+            self._worker.release(pages)
+        else:
+            self._parked += pages
 
 
 class GroupLoader(KvLoader):

@@ -18,12 +18,14 @@ from backends.workers.connected.decode import LAST_BLOCK_S_MAX, ConnectedDecode,
 from backends.workers.connected.prefill import ConnectedPrefill, StagedPrompt
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.lifecycle.events import Answerable, Computed, EngineLeft, Sampled
+from backends.workers.lifecycle import prefill
+from backends.workers.lifecycle.events import Do, On
 from backends.workers.lifecycle.states import JobPhase, JobState
 from backends.workers.protocol import BlockRef
 
 TOKENS, BLOCK = 40, 16  # two whole blocks and a part of a third one
 TOKEN = 7
+LEFT = (On.ENGINE_LEFT, True)
 WORDS = ("claimed", "loaded", "computed", "ended", "saved 1", "saved 3")
 
 
@@ -50,6 +52,7 @@ class Prefill:
             token_ids=np.arange(TOKENS),
             put=put,  # type: ignore[arg-type]
         )
+        self.job.state = JobState(JobPhase.COMPUTING)
         self.said: list[Any] = []
         self.jobs = {"a": self.job}
         said = self.said
@@ -66,7 +69,7 @@ class Prefill:
             writer=SimpleNamespace(
                 put_whole=lambda put, blocks, is_handover: said.append(list(blocks))
             ),
-            post=lambda job, event: said.append(self.words_of(event)),
+            post=self.post,
             fail=lambda job, error: said.append(error),
             batching=SimpleNamespace(computed=lambda chunks: None),
             process=SimpleNamespace(watch=SimpleNamespace(progressed=lambda now_s: None)),
@@ -75,16 +78,17 @@ class Prefill:
         self.prompt = StagedPrompt(driver, self.job, TOKENS, range(3))
         driver._prompts = {self.job: self.prompt}
 
-    def words_of(self, event: Any) -> str:
-        match event:
-            case Sampled():
-                return f"first of {self.job.cached_tokens}"
-            case Computed():
-                return "over" if self.driver.is_native else "answer"
-            case EngineLeft():
-                return "left" if event.is_certain else "lost"
-            case _:
-                return "answer" if isinstance(event, Answerable) else repr(event)
+    def post(self, job: PrefillJob, event: On, value: Any = None) -> None:
+        if event is On.ENGINE_LEFT:
+            self.said.append("left" if value else "lost")
+            return
+        before = job.state
+        job.state, actions = prefill.step(before, event, value)
+        if Do.SEND_FIRST in actions:
+            self.said.append(f"first of {job.cached_tokens}")
+        if job.state.awaited > before.awaited:
+            is_last = event is On.COMPUTED and self.driver.is_native
+            self.said.append("over" if is_last else "answer")
 
     def hear(self, word: str) -> None:
         match word.split():
@@ -192,7 +196,7 @@ class Decode:
         driver._worker = SimpleNamespace(
             lock=threading.Condition(),
             put_saved=self._put_saved,
-            post=lambda job, event: said.append(event),
+            post=lambda job, *event: said.append(event),
             process=SimpleNamespace(is_lost=False),
         )
         self.driver = driver
@@ -217,17 +221,17 @@ def test_pages_wait_for_the_last_block_that_comes_out_of_them() -> None:
     assert decode.said == [1]
     decode.driver.saved("a", 3 * BLOCK)
     decode.driver._let_go(decode.answer.ended_s)
-    assert decode.said == [1, 2, [4, 5, 6], EngineLeft()] and not decode.driver._answers
+    assert decode.said == [1, 2, [4, 5, 6], LEFT] and not decode.driver._answers
     decode.driver.saved("a", 4 * BLOCK)
     decode.driver._let_go(1e9)
-    assert decode.said[-1] == EngineLeft() and len(decode.said) == 4, "once"
+    assert decode.said[-1] == LEFT and len(decode.said) == 4, "once"
 
 
 def test_blocks_that_do_not_come_hold_pages_for_a_moment_only() -> None:
     decode = Decode()
     decode.driver.leave(decode.job)
     decode.driver._let_go(decode.answer.ended_s + LAST_BLOCK_S_MAX + 0.1)
-    assert decode.said == [[4], EngineLeft()]
+    assert decode.said == [[4], LEFT]
 
 
 @pytest.mark.parametrize("finish_reason", ["cancelled", ""])
@@ -236,14 +240,14 @@ def test_a_request_that_did_not_end_well_waits_for_no_block(finish_reason: str) 
     decode.job.finish_reason = finish_reason
     decode.driver.leave(decode.job)
     decode.driver._let_go(decode.answer.ended_s)
-    assert decode.said == [[4], EngineLeft()]
+    assert decode.said == [[4], LEFT]
 
 
 def test_pages_that_no_connector_knows_are_released_at_once() -> None:
     decode = Decode()
     decode.answer.is_staged = False
     decode.driver.leave(decode.job)
-    assert decode.said == [EngineLeft()] and not decode.driver._answers
+    assert decode.said == [LEFT] and not decode.driver._answers
 
 
 @pytest.mark.parametrize("is_certain", [True, False])

@@ -17,7 +17,9 @@ from backends.workers.connected.driver import UNCLAIMED_S_MAX
 from backends.workers.connected.prefill import ConnectedPrefill, StagedPrompt
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
-from backends.workers.lifecycle.events import Computed, Sampled
+from backends.workers.lifecycle import prefill
+from backends.workers.lifecycle.events import Do, On
+from backends.workers.lifecycle.states import JobPhase, JobState
 from backends.workers.protocol import BlockRef
 
 REF = BlockRef(0, "s0", 1, 1, 0)
@@ -44,6 +46,7 @@ class Heard:
             token_ids=np.arange(40),
             put=put,  # type: ignore[arg-type]
         )
+        self.job.state = JobState(JobPhase.COMPUTING)
         self.said: list[Any] = []
         said, job = self.said, self.job
         self.driver: Any = object.__new__(ConnectedPrefill)
@@ -61,11 +64,11 @@ class Heard:
         self.prompt = StagedPrompt(self.driver, job, 40, range(1, 3))
         self.driver._prompts = {job: self.prompt}
 
-    def post(self, job: PrefillJob, event: Any) -> None:
-        if isinstance(event, Sampled):
-            self.said.append(("first", event.token_id, job.cached_tokens))
-        else:
-            assert isinstance(event, Computed)
+    def post(self, job: PrefillJob, event: On, value: Any = None) -> None:
+        job.state, actions = prefill.step(job.state, event, value)
+        if Do.SEND_FIRST in actions:
+            self.said.append(("first", value, job.cached_tokens))
+        if Do.AWAIT_WRITES in actions:
             self.said.append(job.reply("me", 8).blocks)
 
 
@@ -76,7 +79,7 @@ def test_a_prompt_that_was_not_recognised_is_answered_without_blocks() -> None:
     assert driver._late(1.0 + UNCLAIMED_S_MAX / 2) == []
     assert driver._late(1.0 + UNCLAIMED_S_MAX * 2) == [prompt]
     driver._give_up([prompt])
-    assert heard.said == ["others may look again", ("first", 7, 0), "well", []]
+    assert heard.said == ["others may look again", ("first", 7, 0), [], "well"]
     assert driver._late(1e9) == [], "once"
 
 
@@ -89,10 +92,10 @@ def test_what_was_cached_is_known_before_anything_is_said() -> None:
     heard.driver.claimed("a", 8, 24)
     assert heard.said == [], "nobody said that what was loaded is what was verified"
     heard.driver.loaded("a")
-    assert heard.said == [("first", 7, 32), "well", [REF]]
+    assert heard.said == [("first", 7, 32), [REF], "well"]
     heard.driver.claimed("a", 0, 0)
     assert heard.job.cached_tokens == 32, "it was said"
-    assert len(heard.said) == 3, "each once"
+    assert [each for each in heard.said if each != "well"] == [("first", 7, 32), [REF]], "each once"
 
 
 @pytest.mark.parametrize(("refs", "loaded"), [([], 0), ([REF], 28)])

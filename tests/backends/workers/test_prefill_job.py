@@ -13,6 +13,7 @@ from backends.errors import InvalidRequest
 from backends.metrics.page import MetricPage, Observations
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
+from backends.workers.lifecycle.events import On
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import BlockRef, FirstToken, PrefillRequest
 from tests.backends.metrics.test_page import Triton
@@ -117,7 +118,9 @@ def test_what_is_wrong_with_a_request_is_told_to_its_client_and_not_logged(
     worker.driver = SimpleNamespace(start=refuses)
     prompt = job(100, 0, 0)
     events: list[Any] = []
-    worker.post = lambda job, event: events.append(event)
-    worker._start(prompt)
-    assert str(events[0].error) == "this TensorRT-LLM does not support min_p"
+    worker.post = lambda job, *event: events.append(event)
+    worker._work(prompt, worker.driver.start)
+    ((event, error),) = events
+    assert event is On.LOAD_FAILED
+    assert str(error) == "this TensorRT-LLM does not support min_p"
     assert not caplog.records

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from backends.workers.lifecycle import decode, prefill, states
-from backends.workers.lifecycle import events as e
-from backends.workers.lifecycle.events import Do
+from backends.workers.lifecycle.events import Do, On
 from backends.workers.lifecycle.states import JobPhase, JobState, Table
 
 EVENTS = 100_000
+DONE = {"load": On.LOADED, "compile": On.GRAMMAR_READY, "start": On.ENGINE_READY}
 STEPS_MAX = 6  # steps of the engine for one job
 ERROR = ValueError("broke")
 MARK = "mark"
@@ -45,12 +45,14 @@ class World:
     pages: int = 0  # sets of pages held; a preempted job may hold the old ones
     has_leases: bool = True
     calls: int = 0  # how often the call has ended
-    heard: Counter[tuple[JobPhase, type]] = field(default_factory=Counter)
+    is_connected: bool = False  # the engine has a process of its own
+    refuses: bool = False  # the engine refuses the job after ENGINE_READY
+    heard: Counter[tuple[JobPhase, On]] = field(default_factory=Counter)
     done: Counter[Do] = field(default_factory=Counter)
 
-    def post(self, event: Any) -> None:
-        self.heard[self.state.phase, type(event)] += 1
-        self.state, actions = states.step_of(self.table, self.state, event)
+    def post(self, event: On, value: Any = None) -> None:
+        self.heard[self.state.phase, event] += 1
+        self.state, actions = states.step_of(self.table, self.state, event, value)
         for action in actions:
             self.done[action] += 1
             getattr(self, action.name.lower())()
@@ -64,12 +66,7 @@ class World:
         assert self.in_batch <= (self.pages > 0), "it takes part in steps without pages"
         if state.phase is JobPhase.OVER:
             assert self.calls == 1 and not self.writer and not self.thread and not self.in_step
-            assert self.has_leases == self.keeps_leases, "leases"
-            assert bool(self.pages) != state.is_certain, "pages"
-
-    @property
-    def keeps_leases(self) -> bool:
-        return bool(self.done[Do.KEEP_LEASES])
+            assert not self.has_leases and not self.pages, "something is held for it"
 
     def nobody_uses_pages(self) -> bool:
         is_alone = not self.thread and not self.in_step and not self.writer
@@ -111,9 +108,17 @@ class World:
         assert self.pages <= 1 and self.nobody_uses_pages(), "pages are released too early"
         self.pages = 0
 
+    def park_pages(self) -> None:
+        assert not self.state.is_certain and not self.writer, "parked pages are still written"
+        self.pages = 0
+
     def release_leases(self) -> None:
         assert self.has_leases, "leases are released twice"
         assert not self.writer, "leases end before the last write"
+        self.has_leases = False
+
+    def keep_leases(self) -> None:
+        assert self.has_leases, "leases are given up twice"
         self.has_leases = False
 
     def fail(self) -> None:
@@ -129,42 +134,48 @@ class World:
             found += [self.turn] * 2
         if self.writer:
             found += [self.write] * 3
-        if self.in_batch and not self.in_step and self.can_compute():
+        if self.in_batch and not self.in_step and not self.refuses and self.can_compute():
             found += [self.step_begins] * 2
         if self.in_step:
             found += [self.step_ends] * 2
         if self.engine == "stopping" and not self.in_step:
             found += [self.copies, self.engine_leaves]
-        if self.state.phase is JobPhase.QUEUED and self.may_have_pages():
+        if self.state.phase is JobPhase.QUEUED:
             found += [self.admit] * 3
+        if self.refuses:
+            found.append(self.engine_refuses)
         if not self.is_calm and self.chance.random() < 0.1:
-            found += [lambda: self.post(e.JobStopped()), lambda: self.post(e.JobFailed(ERROR))]
-            if self.is_removed:
-                found.append(lambda: self.post(e.CallLate()))
-                found.append(lambda: self.post(self.chance.choice(self.late_words())))
+            found += [lambda: self.post(On.STOPPED), lambda: self.post(On.FAILED, ERROR)]
+            if self.state.is_leaving:
+                found.append(lambda: self.post(On.CALL_LATE))
+                found.append(lambda: self.post(*self.chance.choice(self.late_words())))
         return found
 
-    def late_words(self) -> list[Any]:
-        """What an engine may say of a job that is out of the batch."""
+    def late_words(self) -> list[tuple[On, Any]]:
+        """What an engine may say of a job that is leaving."""
         raise NotImplementedError
+
+    def is_reading(self) -> bool:
+        return not self.is_calm and self.chance.random() < 0.2
 
     def can_compute(self) -> bool:
         return True
 
-    def may_have_pages(self) -> bool:
-        return True
+    def engine_refuses(self) -> None:
+        self.refuses = False
+        self.post(On.LOAD_FAILED, ERROR)
 
     def admit(self) -> None:
         self.pages += 1
-        self.post(e.PagesGiven())
+        self.post(On.PAGES_GIVEN)
 
     def turn(self) -> None:
         self.has_asked = False
-        self.post(e.BetweenSteps())
+        self.post(On.BETWEEN_STEPS, self.is_reading())
 
     def write(self) -> None:
         if self.writer.popleft() == MARK:
-            self.post(e.Written())
+            self.post(On.WRITTEN)
 
     def step_begins(self) -> None:
         self.in_step = True
@@ -177,7 +188,7 @@ class World:
     def engine_leaves(self) -> None:
         is_lost = self.is_begun and self.chance.random() < 0.1
         self.engine = "left"
-        self.post(e.EngineLeft(is_certain=not is_lost))
+        self.post(On.ENGINE_LEFT, not is_lost)
 
     def fails(self, share: float) -> bool:
         return not self.is_calm and self.chance.random() < share
@@ -200,37 +211,38 @@ class Prefill(World):
     is_ready: bool = False  # the engine has computed the prompt
     is_handed: bool = False
     is_settled: bool = False
+    marks_before_reply: int = 0  # marks up to that of ANSWERABLE
 
     def __post_init__(self) -> None:
         self.steps = self.chance.randint(1, STEPS_MAX)
         self.is_native = self.chance.random() < 0.3
         self.layers_left = self.chance.choice([0, 0, 3])
+        self.is_connected = not self.layers_left
         hands_over = not self.is_native and self.chance.random() < 0.7
         self.state = JobState(needs_grammar=self.chance.random() < 0.3, keeps_leases=hands_over)
 
     def thread_ends(self) -> None:
         kind, self.thread = self.thread, ""
         if self.fails(0.1):
-            self.post(e.LoadFailed(ERROR))
+            self.post(On.LOAD_FAILED, ERROR)
         elif kind == "layer":
             is_here = not self.fails(0.3)
             self.layers_left -= is_here
             if is_here:
                 self.writer.append("write")
-            self.post(e.LayerRead(is_here))
+            self.post(On.LAYER_READ, is_here)
         elif kind == "load" and not self.is_calm and self.chance.random() < 0.3:
             self.others_hold_block = True
-            self.post(e.Blocked())
+            self.post(On.BLOCKED)
         else:
             self.thread = kind  # the next action says what the thread does next
-            self.goes_on(
-                {"load": e.KvLoaded(), "compile": e.GrammarReady(), "start": e.EngineReady()}[kind]
-            )
+            self.goes_on(DONE[kind])
 
-    def goes_on(self, event: Any) -> None:
+    def goes_on(self, event: On) -> None:
         if self.state.phase is JobPhase.LEAVING:
             self.thread = ""
         self.post(event)
+        self.refuses = event is On.ENGINE_READY and self.is_connected and self.fails(0.4)
 
     def stimuli(self) -> list[Stimulus]:
         found = super().stimuli()
@@ -240,38 +252,52 @@ class Prefill(World):
             found.append(self.admit)  # another prompt's arrival may admit it before the turn
         may_load = self.in_batch and self.state.phase is JobPhase.COMPUTING and not self.thread
         if self.layers_left and may_load:
-            found += [lambda: self.post(e.LayerDue())] * 2
+            found += [lambda: self.post(On.LAYER_DUE)] * 2
         if self.is_handed and not self.is_ready:
             found.append(self.compute_last)
+        if self.state.phase in prefill.COMPUTED and not self.is_calm:  # an engine may say it again
+            found.append(lambda: self.post(On.SAMPLED, 7))
+            if self.is_native:
+                found.append(lambda: self.post(On.ANSWERABLE))
+            if self.is_ready:
+                found.append(lambda: self.post(On.COMPUTED))
         return found
 
-    def late_words(self) -> list[Any]:
-        return [e.Sampled(7), e.Answerable(), e.Computed(), e.Unblocked()]
+    def late_words(self) -> list[tuple[On, Any]]:
+        return [(On.SAMPLED, 7), (On.ANSWERABLE, None), (On.COMPUTED, None), (On.UNBLOCKED, None)]
 
     def can_compute(self) -> bool:
         return not self.layers_left and not self.is_ready and not self.is_handed
 
+    def write(self) -> None:
+        is_mark = self.writer[0] == MARK
+        super().write()
+        self.marks_before_reply -= is_mark
+        if self.is_handed and self.marks_before_reply == 0 and not self.state.is_leaving:
+            assert self.calls == 1, "the reply of a native hand-over waits for the store"
+
     def unblock(self) -> None:
         self.others_hold_block = False
-        self.post(e.Unblocked())
+        self.post(On.UNBLOCKED)
 
     def step_ends(self) -> None:
         self.in_step = False
         if self.fails(0.05):
-            self.post(e.JobFailed(ERROR))
+            self.post(On.FAILED, ERROR)
             return
         self.steps -= 1
         self.writer.append("write")
         if self.steps > 0:
             return
         for _ in range(self.chance.choice([1, 1, 2])):  # an engine may say it again
-            self.post(e.Sampled(7))
+            self.post(On.SAMPLED, 7)
         if self.is_native:
             self.is_handed = True
-            self.post(e.Answerable())
+            self.post(On.ANSWERABLE)
+            self.marks_before_reply = self.state.awaited
         else:
             self.is_ready = True
-            self.post(e.Computed())
+            self.post(On.COMPUTED)
 
     def compute_last(self) -> None:
         """The KV of a prompt that was handed over has come out of the engine."""
@@ -280,7 +306,7 @@ class Prefill(World):
             return
         self.is_ready = True
         self.writer.append("write")
-        self.post(e.Computed())
+        self.post(On.COMPUTED)
 
     def read_layer(self) -> None:
         assert self.in_batch and not self.thread
@@ -309,9 +335,6 @@ class Prefill(World):
         assert self.is_native or "write" not in self.writer, "it replies before its last write"
         self.calls += 1
 
-    def keep_leases(self) -> None:
-        assert not self.is_native
-
     def free_slots(self) -> None:
         assert self.has_slots and self.nobody_uses_pages(), "slots are released too early"
         self.has_slots = False
@@ -332,33 +355,27 @@ class Decode(World):
     tokens_max: int = 0
     sent_tokens: int = 0
     has_given: bool = True  # leases of blocks that a loader or the engine still reads
-    engine_reads: bool = False  # the engine itself copies the handed-over KV out of slots
     is_saving: bool = False
 
     def __post_init__(self) -> None:
         self.tokens_max = self.chance.randint(1, STEPS_MAX)
-        self.engine_reads = self.chance.random() < 0.3
+        self.is_connected = self.chance.random() < 0.3
         self.state = JobState(needs_grammar=self.chance.random() < 0.3)
 
     def thread_ends(self) -> None:
         kind = self.thread
-        releases = kind == "load" and not self.engine_reads
+        if kind == "load" and not self.is_connected:
+            self.post(On.KV_READ)
         if kind == "save":
             self.writer_saves()
         elif self.fails(0.1):
             self.thread = ""
-            self.post(e.LoadFailed(ERROR, releases))
+            self.post(On.LOAD_FAILED, ERROR)
         else:
             if self.state.phase is JobPhase.LEAVING:
                 self.thread = ""
-            events = {
-                "load": e.KvLoaded(releases),
-                "compile": e.GrammarReady(),
-                "start": e.EngineReady(),
-            }
-            self.post(events[kind])
-            if kind == "start" and self.fails(0.05):  # the engine refuses a job that is prepared
-                self.post(e.LoadFailed(ERROR))
+            self.post(DONE[kind])
+            self.refuses = kind == "start" and self.is_connected and self.fails(0.4)
 
     def writer_saves(self) -> None:
         """The writer saves in its thread, after what was queued before."""
@@ -366,26 +383,26 @@ class Decode(World):
             self.write()
             return
         self.thread, self.is_saving = "", False
-        self.post(e.SaveFailed(ERROR) if self.fails(0.2) else e.KvSaved([]))
+        self.post(*(On.SAVE_FAILED, ERROR) if self.fails(0.2) else (On.SAVED, None))
 
     def stimuli(self) -> list[Stimulus]:
         found = super().stimuli()
-        if self.engine_reads and self.engine == "working" and self.has_given:
-            found.append(lambda: self.post(e.EngineRead()))
-        if self.thread == "start" and self.engine_reads and self.has_given:
-            found.append(lambda: self.post(e.EngineRead()))
-        can_preempt = self.in_batch and not self.in_step and not self.engine_reads
+        if self.is_connected and self.engine == "working" and self.has_given:
+            found.append(lambda: self.post(On.KV_READ))
+        if self.thread == "start" and self.is_connected and self.has_given:
+            found.append(lambda: self.post(On.KV_READ))
+        can_preempt = self.in_batch and not self.in_step and not self.is_connected
         if can_preempt and self.state.phase is JobPhase.COMPUTING and not self.is_calm:
-            found.append(lambda: self.post(e.Preempted()))
+            found.append(lambda: self.post(On.PREEMPTED))
         return found
 
-    def late_words(self) -> list[Any]:
-        return [e.Decoded(self.tokens, is_last=False), e.EngineRead()]
+    def late_words(self) -> list[tuple[On, Any]]:
+        return [(On.DECODED, self.tokens), (On.FINISHED, self.tokens), (On.KV_READ, None)]
 
     def step_ends(self) -> None:
         self.in_step = False
         if self.fails(0.05):
-            self.post(e.JobFailed(ERROR))
+            self.post(On.FAILED, ERROR)
             return
         if not self.state.is_leaving:
             self.tokens += 1
@@ -394,7 +411,7 @@ class Decode(World):
         is_last = self.tokens == self.tokens_max
         if is_last or self.chance.random() < 0.7:
             for _ in range(self.chance.choice([1, 1, 2])):
-                self.post(e.Decoded(self.tokens, is_last))
+                self.post(On.FINISHED if is_last else On.DECODED, self.tokens)
 
     def release_given(self) -> None:
         assert self.has_given, "the leases of handed-over blocks are released twice"
@@ -442,8 +459,8 @@ def live(world: World) -> int:
     return sum(world.heard.values())
 
 
-def walk(kind: type[World], table: Table, seed: int, events: int) -> Counter[tuple[JobPhase, type]]:
-    heard: Counter[tuple[JobPhase, type]] = Counter()
+def walk(kind: type[World], table: Table, seed: int, events: int) -> Counter[tuple[JobPhase, On]]:
+    heard: Counter[tuple[JobPhase, On]] = Counter()
     number = 0
     while heard.total() < events:
         world = kind(table, random.Random(seed + number))
@@ -465,49 +482,49 @@ def test_every_order_of_events_ends_a_job_once_and_releases_what_it_held(
     assert heard.keys() == table.keys(), "a cell that no order of events reaches"
 
 
-def _freed_early(state: JobState, event: Any) -> states.Result:
-    return states.flushed(state._replace(awaited=1, is_certain=True), event)
+def _freed_early(state: JobState, value: Any) -> states.Result:
+    return states.flushed(state._replace(awaited=1, is_certain=True), value)
 
 
-def _prompt_freed_early(state: JobState, event: Any) -> states.Result:
-    return prefill._flushed(state._replace(awaited=1, is_certain=True), event)
+def _prompt_freed_early(state: JobState, value: Any) -> states.Result:
+    return prefill._flushed(state._replace(awaited=1, is_certain=True), value)
 
 
-def _released_twice(state: JobState, event: Any) -> states.Result:
-    state, actions = states.call_late(state, event)
+def _released_twice(state: JobState, value: Any) -> states.Result:
+    state, actions = states.call_late(state, value)
     return state, [Do.RELEASE_LEASES, *actions]
 
 
-def _sampled_again(state: JobState, event: Any) -> states.Result:
-    return state._replace(token_id=event.token_id), [Do.SEND_FIRST]
+def _sampled_again(state: JobState, value: Any) -> states.Result:
+    return state._replace(token_id=value), [Do.SEND_FIRST]
 
 
-def _sent_again(state: JobState, event: Any) -> states.Result:
-    state, actions = decode._decoded(state, event)
+def _sent_again(state: JobState, value: Any) -> states.Result:
+    state, actions = decode._decoded(state, value)
     return state, actions or [Do.SEND]
 
 
-def _no_wake_up(state: JobState, event: Any) -> states.Result:
-    state, actions = states.thread_failed(state, event)
+def _no_wake_up(state: JobState, value: Any) -> states.Result:
+    state, actions = states.thread_failed(state, value)
     return state, [action for action in actions if action is not Do.ASK_TURN]
 
 
-def _slot_kept(state: JobState, event: Any) -> states.Result:
-    state, actions = decode._preempted(state, event)
+def _slot_kept(state: JobState, value: Any) -> states.Result:
+    state, actions = decode._preempted(state, value)
     return state, [action for action in actions if action is not Do.TAKE_PAGES]
 
 
 @pytest.mark.parametrize(
     ("kind", "table", "cell", "defect", "words"),
     [
-        (Prefill, prefill.TABLE, (JobPhase.QUITTING, e.EngineLeft), _prompt_freed_early, EARLY),
-        (Decode, decode.TABLE, (JobPhase.QUITTING, e.EngineLeft), _freed_early, EARLY),
-        (Prefill, prefill.TABLE, (JobPhase.FLUSHING, e.CallLate), _released_twice, "leases"),
-        (Prefill, prefill.TABLE, (JobPhase.COMPUTING, e.Sampled), _sampled_again, "sent twice"),
-        (Decode, decode.TABLE, (JobPhase.COMPUTING, e.Decoded), _sent_again, "sent twice"),
-        (Prefill, prefill.TABLE, (JobPhase.LOADING, e.LoadFailed), _no_wake_up, "waits for ever"),
-        (Decode, decode.TABLE, (JobPhase.LOADING, e.LoadFailed), _no_wake_up, "waits for ever"),
-        (Decode, decode.TABLE, (JobPhase.COMPUTING, e.Preempted), _slot_kept, "keeps a slot"),
+        (Prefill, prefill.TABLE, (JobPhase.QUITTING, On.ENGINE_LEFT), _prompt_freed_early, EARLY),
+        (Decode, decode.TABLE, (JobPhase.QUITTING, On.ENGINE_LEFT), _freed_early, EARLY),
+        (Prefill, prefill.TABLE, (JobPhase.FLUSHING, On.CALL_LATE), _released_twice, "leases"),
+        (Prefill, prefill.TABLE, (JobPhase.COMPUTING, On.SAMPLED), _sampled_again, "sent twice"),
+        (Decode, decode.TABLE, (JobPhase.COMPUTING, On.DECODED), _sent_again, "sent twice"),
+        (Prefill, prefill.TABLE, (JobPhase.LOADING, On.LOAD_FAILED), _no_wake_up, "waits for ever"),
+        (Decode, decode.TABLE, (JobPhase.LOADING, On.LOAD_FAILED), _no_wake_up, "waits for ever"),
+        (Decode, decode.TABLE, (JobPhase.COMPUTING, On.PREEMPTED), _slot_kept, "keeps a slot"),
     ],
     ids=[
         "a page of a prompt freed before its last write",
@@ -521,7 +538,7 @@ def _slot_kept(state: JobState, event: Any) -> states.Result:
     ],
 )
 def test_a_planted_defect_is_found(
-    kind: type[World], table: Table, cell: tuple[JobPhase, type], defect: Any, words: str, seed: int
+    kind: type[World], table: Table, cell: tuple[JobPhase, On], defect: Any, words: str, seed: int
 ) -> None:
     assert cell in table
     with pytest.raises(AssertionError, match=words):
