@@ -1,8 +1,8 @@
 """Common part of prefill and decode workers: jobs, the lock that guards them, the engine loop.
 
-What happens to a job, and in what order, is decided by a state machine (lifecycle/). Threads post
-events to it; `post` carries out the actions that follow. Each turn of the engine loop lets leaving
-jobs leave, admits waiting jobs, and lets the driver compute a step. Jobs join and leave between two
+A state machine decides what happens to a job, and in what order (lifecycle/). Threads post events
+to it; `post` carries out the actions that follow. Each turn of the engine loop lets leaving jobs
+leave, admits waiting jobs, and lets the driver compute a step. Jobs join and leave between two
 steps only, so a step never loses its pages.
 
 Not here: inputs and results of a job (prefill_worker.py, decode_worker.py), the engine (driver.py),
@@ -158,7 +158,7 @@ class JobWorker(ABC, Generic[J]):
 
     @abstractmethod
     def _actions_of_role(self) -> Actions[J]:
-        """What the worker does for each action of lifecycle/events.py that is not below."""
+        """action -> method, for the actions of lifecycle/events.py that are not below."""
 
     def _common_actions(self) -> Actions[J]:
         return {
@@ -388,7 +388,7 @@ class JobWorker(ABC, Generic[J]):
         try:
             while self._turn():
                 pass
-        except Exception:  # Catch all: without this thread no job goes on
+        except Exception:  # Catch all: no job continues without this thread
             log.exception("a turn of %s failed", self.process.worker_id)
             if not self.is_closing:
                 self.process.lose("its engine loop has failed")

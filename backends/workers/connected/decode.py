@@ -115,8 +115,8 @@ class ConnectedDecode(
             )
 
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
-        """The blocks of whole pages of the engine, which computes the tokens after them. With no
-        block at all it computes the prompt."""
+        """The blocks of whole pages of the engine, which computes the tokens after them. Without
+        blocks it computes the prompt."""
         if self.is_native or not handed_over:
             return 0
         page = self.engine.page_tokens

@@ -34,7 +34,7 @@ UNSTAGE_S_MAX = 60.0  # no request waits for it, and an engine that compiles som
 
 W = TypeVar("W", bound=JobWorker[Any])
 J = TypeVar("J")
-# Makes the engine. Arguments: who hears the connector, and who hears the duration of each step.
+# Makes the engine. Arguments: listener of the connector, function that gets the seconds of a step.
 MakeEngine = Callable[[Listener, Callable[[float], None]], ConnectedEngine]
 
 

@@ -246,7 +246,7 @@ class PlacedLoader(KvLoader):
                 raise KvMissing("a block was given away in its slot before its request came")
 
     def forget(self, pages: Sequence[int]) -> None:
-        """Nobody reads these pages' slots any more. Pages of the pool are ignored."""
+        """The slots of these pages are not read any more. Pages of the pool are ignored."""
         with self._places:
             gone = [self._slots.pop(page) for page in pages if page in self._slots]
         for slot in gone:

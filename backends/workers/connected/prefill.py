@@ -9,8 +9,8 @@ from two threads, in any order.
 The engine takes prompts in the order in which it gets them. So it gets only as many as keep it busy
 for two steps. The others wait in the worker's queue, whose order is the conductor's.
 
-If the engine hands KV over by itself, the reply does not wait for the store. Blocks go to the store
-all the same, for the next prompt with that prefix.
+If the engine hands KV over by itself, the reply does not wait for the store. Blocks also go to
+the store, for the next prompt with that prefix.
 """
 
 from __future__ import annotations
