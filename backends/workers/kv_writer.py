@@ -159,7 +159,8 @@ class KvWriter:
             known.clear()
 
     def free_unfilled(self, put: BlockPut) -> None:
-        """Free the slots of blocks that will never be committed. No other thread or process may write them.
+        """Free the slots of blocks that will never be committed. No other thread or process may
+        write them.
 
         After a failed transfer, which may still write, this method does nothing: the directory
         quarantines the slots when their lease ends.
