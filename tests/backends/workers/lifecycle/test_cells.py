@@ -49,11 +49,11 @@ PREFILL: list[Case] = [
     (P.LEAVING, {}, (On.BETWEEN_STEPS, False), P.QUITTING, [Do.REMOVE, Do.STOP_ENGINE, Do.SETTLE]),
     (P.LOADING, BUSY, (On.BLOCKED, None), P.BLOCKED, []),
     (P.BLOCKED, {}, (On.UNBLOCKED, None), P.LOADING, [Do.LOAD]),
-    *[(phase, {}, (On.STOPPED, None), P.LEAVING, TURN) for phase in prefill.ACTIVE],
-    *[(phase, {}, (On.FAILED, ERROR), P.LEAVING, FAILED) for phase in prefill.ACTIVE],
+    *[(phase, {}, (On.STOPPED, None), P.LEAVING, TURN) for phase in sorted(prefill.ACTIVE)],
+    *[(phase, {}, (On.FAILED, ERROR), P.LEAVING, FAILED) for phase in sorted(prefill.ACTIVE)],
     *[
         (phase, BUSY, (On.LOAD_FAILED, ERROR), P.LEAVING, FAILED)
-        for phase in (*prefill.AT_WORK, P.COMPUTING)
+        for phase in (*sorted(prefill.AT_WORK), P.COMPUTING)
     ],
     (P.COMPUTING, {}, (On.LAYER_DUE, None), P.COMPUTING, [Do.READ_LAYER]),
     (P.COMPUTING, BUSY, (On.LAYER_READ, True), P.COMPUTING, [Do.LAYER_LOADED]),
@@ -75,7 +75,7 @@ PREFILL: list[Case] = [
     (P.HANDED, {"awaited": 2}, (On.WRITTEN, None), P.STORING, [Do.REPLY]),
     *[
         (phase, {}, event, phase, [])
-        for phase in prefill.COMPUTED
+        for phase in sorted(prefill.COMPUTED)
         for event in ((On.SAMPLED, 7), (On.ANSWERABLE, None))
     ],
     (P.STORING, {}, (On.COMPUTED, None), P.STORING, []),
@@ -131,13 +131,13 @@ PREFILL: list[Case] = [
 DECODE: list[Case] = [
     *COMMON,
     (P.LEAVING, {}, (On.BETWEEN_STEPS, False), P.QUITTING, [Do.REMOVE, Do.STOP_ENGINE]),
-    *[(phase, {}, (On.STOPPED, None), P.LEAVING, TURN) for phase in decode.ACTIVE],
-    *[(phase, {}, (On.FAILED, ERROR), P.LEAVING, TURN) for phase in decode.ACTIVE],
+    *[(phase, {}, (On.STOPPED, None), P.LEAVING, TURN) for phase in sorted(decode.ACTIVE)],
+    *[(phase, {}, (On.FAILED, ERROR), P.LEAVING, TURN) for phase in sorted(decode.ACTIVE)],
     *[
         (phase, BUSY, (On.LOAD_FAILED, ERROR), P.LEAVING, TURN)
-        for phase in (*decode.AT_WORK, P.COMPUTING)
+        for phase in (*sorted(decode.AT_WORK), P.COMPUTING)
     ],
-    *[(phase, {}, (On.KV_READ, None), phase, [Do.RELEASE_GIVEN]) for phase in decode.READS],
+    *[(phase, {}, (On.KV_READ, None), phase, [Do.RELEASE_GIVEN]) for phase in sorted(decode.READS)],
     (P.COMPUTING, {"is_given": False}, (On.KV_READ, None), P.COMPUTING, []),
     *[(phase, {}, (On.KV_READ, None), phase, []) for phase in LEFT],
     (P.COMPUTING, {}, (On.DECODED, 2), P.COMPUTING, [Do.SEND]),
