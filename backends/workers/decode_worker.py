@@ -101,7 +101,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
             Do.SEND: self._send,
             Do.TAKE_PAGES: self._take_pages,
             Do.SAVE: self.writer.save_soon,
-            Do.SAVE_OVER: self._save_over,
+            Do.END_SAVE: self._end_save,
             Do.REPLY: lambda job: self._repliers.send(job.reply),
             Do.RELEASE_LEASES: self._release_leases,
             Do.FAIL: self._fail,
@@ -319,7 +319,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
 
     def send_news(self) -> None:
         """Send each frontend one message with the new tokens of the unfinished jobs. Runs in the
-        thread that called `decoded`."""
+        thread that recorded the tokens."""
         updates, self._updates = self._updates, defaultdict(list)
         for inbox, of_frontend in updates.items():
             self.process.outbox.send(inbox, Tokens(self.process.incarnation, of_frontend))
@@ -345,7 +345,7 @@ class DecodeWorker(JobWorker[DecodeJob]):
         self.process.observations.observe("mooncake_decode_preemptions_total")
         self.process.owners.hold(job.request_id, time.monotonic(), job.saving.keys)
 
-    def _save_over(self, job: DecodeJob) -> None:
+    def _end_save(self, job: DecodeJob) -> None:
         self.batching.saved(job.request_id)
         job.saving = None
         self.release(job.pages_left)

@@ -3,10 +3,12 @@
 A prompt waits for pages. A loader then finds its cached prefix, fetches what other nodes have, and
 loads it into the pages (prefix_loading.py). The driver computes the other tokens, together with
 other prompts. During the computation, the writer (kv_writer.py) copies the KV to the store. The
-worker replies after the last block is committed. lifecycle/prefill.py decides this order. The
-methods here are in the same order.
+worker replies after the last block is committed; if engines hand KV over by themselves, before.
+lifecycle/prefill.py decides this order. The methods here are in the same order.
 
-Threads: the engine's thread runs the engine loop (worker.py), loaders read KV, a writer stores KV.
+Threads: the engine's thread runs the engine loop (worker.py), and posts the results of its steps.
+Loaders read KV and start jobs, others compile grammars. The writer stores KV and sends replies. An
+engine with a process of its own posts results in threads of its own.
 
 Layer-wise prefill: with `layerwise` on, a prompt longer than a step is computed layer by layer.
 Exception: a short, mostly cached prompt is computed in chunks (engine/batching/batching.py). While
@@ -65,10 +67,10 @@ log = logging.getLogger(__name__)
 
 
 class BlocksStored(NamedTuple):
-    """A mark in the writer's queue: these blocks of the job are stored (None: or given up)."""
+    """A mark in the writer's queue: the job no longer produces these blocks."""
 
     job: PrefillJob
-    keys: Sequence[bytes] | None
+    keys: Sequence[bytes] | None  # None: all its blocks
 
 
 class LayerStored(NamedTuple):
@@ -123,14 +125,14 @@ class PrefillWorker(JobWorker[PrefillJob]):
     def _actions_of_role(self) -> Actions[PrefillJob]:
         """In the order of a prompt's life."""
         return {
-            Do.SETTLE: lambda job: self.writer.mark(BlocksStored(job, None)),
             Do.JOIN: self._join,
-            Do.READ_LAYER: lambda job: self._loading.submit(self._layer_read, job),
+            Do.READ_LAYER: lambda job: self._loading.submit(self._bring_layer, job),
             Do.LAYER_LOADED: lambda job: self.batching.layer_loaded(job.request_id),
             Do.STOP_BATCH: self._stop_batch,
             Do.GIVE_UP_SLOTS: lambda job: self.writer.begin_again(job.put),
             Do.SEND_FIRST: self._send_first,
             Do.REPLY: self._reply,
+            Do.SETTLE: lambda job: self.writer.mark(BlocksStored(job, None)),
             Do.END_WRITES: PrefillJob.end_writes,
             Do.FREE_SLOTS: lambda job: self.writer.free_unfilled(job.put),
             Do.RELEASE_LEASES: lambda job: self.process.owners.release(job.request_id),
@@ -220,7 +222,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
             return False
         allowed = Fetching(job.request.fetch_blocks, tuple(job.request.fetch_nodes))
         prefix: LoadedPrefix
-        if job.scores is not None:
+        if job.scores is not None:  # nothing is loaded, but the decode worker gets these blocks
             prefix = LoadedPrefix(found.local, 0, {})
         elif job.layers is None:
             prefix = self._prefixes.load(put.keys, found, put.pages, allowed, job.request_id)
@@ -338,7 +340,7 @@ class PrefillWorker(JobWorker[PrefillJob]):
                 job.layers.due = layer
                 self.post(job, On.LAYER_DUE)
 
-    def _layer_read(self, job: PrefillJob) -> None:
+    def _bring_layer(self, job: PrefillJob) -> None:
         """Load one layer of the prefix into the ring buffers. Runs in a loader's thread."""
         layers, started_s = job.layers, time.monotonic()
         assert layers is not None and layers.prefix is not None, job.request_id

@@ -126,9 +126,9 @@ class JobWorker(ABC, Generic[J]):
     def post(self, job: J, event: On, value: Any = None) -> None:
         """Change the job's state, and carry out what follows, from any thread.
 
-        SLOW actions are carried out without the lock. So a caller that holds the lock must not post
-        LOADED, GRAMMAR_READY, KV_READ, WRITTEN or CALL_LATE, which lead to such actions. (FINISHED
-        leads to REPLY, but a decode worker replies in other threads.)
+        SLOW actions are carried out after the others, without the lock. So a caller that holds the
+        lock must not post LOADED, GRAMMAR_READY, KV_READ, WRITTEN or CALL_LATE, which lead to such
+        actions. FINISHED leads to REPLY, but a decode worker replies in other threads.
         """
         with self.lock:
             self._posts += 1
@@ -154,7 +154,10 @@ class JobWorker(ABC, Generic[J]):
             self._actions[action](job)
         except Exception as problem:  # Catch all: only this job fails, and other actions follow
             log.exception("%s of %s failed", action.name, job.request_id)
-            self.fail(job, WorkerUnavailable(f"{action.name.lower()} failed: {problem!r}"))
+            error = WorkerUnavailable(f"{action.name.lower()} failed: {problem!r}")
+            self.fail(job, error)
+            if action is Do.REPLY:  # then the state says that the call is over
+                job.client.fail(error)
 
     @abstractmethod
     def _actions_of_role(self) -> Actions[J]:

@@ -1,8 +1,8 @@
 """The life of a decode job: a table of phases and events (states.py describes the phases).
 
-    queued → loading → [compiling] → starting → computing → quitting
+    queued → loading → [compiling] → starting → computing → quitting → flushing → over
       ↑                                            │
-      └────────────────── saving ◀── preempted ────┘
+      └────────────────────── saving ◀─────────────┘  preempted
 
 The reply goes out as soon as the last token is decoded. The call of a stopped or
 failed job ends when no copy of its KV is under way, because its frontend then releases the leases.
@@ -54,17 +54,17 @@ def _preempted(state: JobState, value: None) -> Result:
 
 
 def _saved(state: JobState, value: None) -> Result:
-    return state._replace(phase=JobPhase.QUEUED, is_busy=False), [Do.SAVE_OVER]
+    return state._replace(phase=JobPhase.QUEUED, is_busy=False), [Do.END_SAVE]
 
 
 def _save_failed(state: JobState, error: Exception) -> Result:
     state, actions = states.thread_failed(state, error)
-    return state, [Do.SAVE_OVER, *actions]
+    return state, [Do.END_SAVE, *actions]
 
 
-def _save_over(state: JobState, value: Any) -> Result:
+def _end_save(state: JobState, value: Any) -> Result:
     state, actions = states.thread_over(state, value)
-    return state, [Do.SAVE_OVER, *actions]
+    return state, [Do.END_SAVE, *actions]
 
 
 TABLE: Table = {
@@ -77,7 +77,7 @@ TABLE: Table = {
     (JobPhase.COMPUTING, On.PREEMPTED): _preempted,
     (JobPhase.SAVING, On.SAVED): _saved,
     (JobPhase.SAVING, On.SAVE_FAILED): _save_failed,
-    **cells({JobPhase.LEAVING}, {On.SAVED, On.SAVE_FAILED}, _save_over),
+    **cells({JobPhase.LEAVING}, {On.SAVED, On.SAVE_FAILED}, _end_save),
     **cells(ENDING, {On.DECODED, On.FINISHED}, ignored),  # of a step that had begun before
     **cells(LEFT, {On.KV_READ}, ignored),
 }

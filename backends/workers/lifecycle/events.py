@@ -75,7 +75,7 @@ class Do(Enum):
     SEND = "send the new tokens"
     TAKE_PAGES = "take the pages from a preempted job, and lease its blocks"
     SAVE = "let the writer store the job's KV; SAVED or SAVE_FAILED follows"
-    SAVE_OVER = "release the pages that a preempted job had"
+    END_SAVE = "release the pages that a preempted job had"
 
 
 # A worker carries these out without its lock, because they may wait for another process.

@@ -1,6 +1,8 @@
 """The life of a prefill job: a table of phases and events (states.py describes the phases).
 
-    queued → loading → [blocked → loading] → [compiling] → starting → computing → storing → quitting
+    queued → loading → [blocked → loading] → [compiling] → starting → computing → storing
+    computing → resetting → loading        a layer of the prefix is missing
+    storing → quitting → flushing → over   also by leaving, if it is stopped or fails
 
 The reply follows the last write. An engine that hands KV over by itself does not wait for the
 store: computing → handed → answered → storing. An engine may post SAMPLED, ANSWERABLE and COMPUTED
@@ -59,7 +61,7 @@ def _reset(state: JobState, value: Any) -> Result:
 
 def _slots_given_up(state: JobState, value: None) -> Result:
     state, _ = states.written(state, value)
-    return states.pages_given(state, value)
+    return states.loads(state, value)
 
 
 # --- the result
@@ -106,6 +108,7 @@ def _stored(state: JobState, value: None) -> Result:
 
 
 def _failed(state: JobState, error: Exception) -> Result:
+    """Writes that are queued are dropped. Those of a stopped prompt are useful to other prompts."""
     state, actions = states.leaves(state, error)
     return state, [Do.END_WRITES, *actions]
 
@@ -132,7 +135,7 @@ TABLE: Table = {
     **cells(ACTIVE, {On.FAILED}, _failed),
     **cells(AT_WORK | {JobPhase.COMPUTING}, {On.LOAD_FAILED}, _thread_failed),
     (JobPhase.LOADING, On.BLOCKED): _blocked,
-    (JobPhase.BLOCKED, On.UNBLOCKED): states.pages_given,
+    (JobPhase.BLOCKED, On.UNBLOCKED): states.loads,
     (JobPhase.COMPUTING, On.LAYER_DUE): _layer_due,
     (JobPhase.COMPUTING, On.LAYER_READ): _layer_read,
     (JobPhase.RESETTING, On.BETWEEN_STEPS): _reset,

@@ -18,7 +18,7 @@
 
 Every thread that works for a job ends with an event, and so does every copy. A job leaves in this
 order: the thread, the step, the engine's copies, the writer. Then its pages, slots and leases are
-released, once.
+released, once. If the engine cannot say that its copies have ended, pages and slots are not reused.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def ignored(state: JobState, value: Any) -> Result:
 # --- until it is computed
 
 
-def pages_given(state: JobState, value: None) -> Result:
+def loads(state: JobState, value: None) -> Result:
     return state._replace(phase=JobPhase.LOADING, is_busy=True), [Do.LOAD]
 
 
@@ -174,7 +174,7 @@ def call_late(state: JobState, value: None) -> Result:
 
 
 COMMON: Table = {
-    (JobPhase.QUEUED, On.PAGES_GIVEN): pages_given,
+    (JobPhase.QUEUED, On.PAGES_GIVEN): loads,
     (JobPhase.LOADING, On.LOADED): loaded,
     (JobPhase.COMPILING, On.GRAMMAR_READY): grammar_ready,
     (JobPhase.STARTING, On.ENGINE_READY): engine_ready,

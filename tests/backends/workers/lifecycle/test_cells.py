@@ -155,10 +155,10 @@ DECODE: list[Case] = [
         for event in ((On.FINISHED, 3), (On.DECODED, 3))
     ],
     (P.COMPUTING, {}, (On.PREEMPTED, None), P.SAVING, [Do.TAKE_PAGES, Do.SAVE]),
-    (P.SAVING, BUSY, (On.SAVED, None), P.QUEUED, [Do.SAVE_OVER]),
-    (P.SAVING, BUSY, (On.SAVE_FAILED, ERROR), P.LEAVING, [Do.SAVE_OVER, Do.ASK_TURN]),
-    (P.LEAVING, BUSY, (On.SAVED, None), P.LEAVING, [Do.SAVE_OVER, Do.ASK_TURN]),
-    (P.LEAVING, BUSY, (On.SAVE_FAILED, ERROR), P.LEAVING, [Do.SAVE_OVER, Do.ASK_TURN]),
+    (P.SAVING, BUSY, (On.SAVED, None), P.QUEUED, [Do.END_SAVE]),
+    (P.SAVING, BUSY, (On.SAVE_FAILED, ERROR), P.LEAVING, [Do.END_SAVE, Do.ASK_TURN]),
+    (P.LEAVING, BUSY, (On.SAVED, None), P.LEAVING, [Do.END_SAVE, Do.ASK_TURN]),
+    (P.LEAVING, BUSY, (On.SAVE_FAILED, ERROR), P.LEAVING, [Do.END_SAVE, Do.ASK_TURN]),
     (P.FLUSHING, {"awaited": 1}, (On.WRITTEN, None), P.OVER, END),
     (P.FLUSHING, {"awaited": 1, "is_call_over": True}, (On.WRITTEN, None), P.OVER, END[:2]),
 ]

@@ -434,7 +434,7 @@ class Decode(World):
         assert not self.in_batch, "a preempted job keeps a slot"
         self.thread, self.is_saving = "save", True
 
-    def save_over(self) -> None:
+    def end_save(self) -> None:
         assert not self.is_saving and not self.thread
         self.pages -= 1
 
