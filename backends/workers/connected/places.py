@@ -23,7 +23,6 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +50,8 @@ class InSlot(NamedTuple):
     block: PlacedBlock
 
 
-@dataclass(slots=True)
-class AttachedSegment:
+class AttachedSegment(NamedTuple):
     number: int
-    incarnation: str  # of the local node
     attached: Future[None]
 
     @property
@@ -69,7 +66,7 @@ class Regions:
         self._host = host
         self._store = store
         self._lock = threading.Lock()
-        self._regions: dict[str, AttachedSegment] = {}  # by incarnation
+        self._regions: dict[str, AttachedSegment] = {}  # by incarnation of the node
         self._used: Counter[int] = Counter()  # pages that refer to a region
         self._number = POOL
 
@@ -83,16 +80,11 @@ class Regions:
             log.warning("the storage node's segment: %s", error)
 
     def _change_to(self, now: NodeInfo | None) -> None:
-        over = [
-            region
-            for region in self._regions.values()
-            if region.attached.done()
-            and not self._used[region.number]
-            and (now is None or region.incarnation != now.incarnation)
-        ]
-        for region in over:
-            del self._regions[region.incarnation]
-            self._host.detach(region.number)
+        for incarnation, region in list(self._regions.items()):
+            is_over = now is None or incarnation != now.incarnation
+            if is_over and region.attached.done() and not self._used[region.number]:
+                del self._regions[incarnation]
+                self._host.detach(region.number)
         if now is not None and now.incarnation not in self._regions:
             self._attach(now)
 
@@ -101,17 +93,16 @@ class Regions:
         self._number += 1
         number = self._number
         attached = self._host.attach(number, info.segment_path, info.segment_bytes, ATTACH_S_MAX)
-        self._regions[info.incarnation] = AttachedSegment(number, info.incarnation, attached)
+        self._regions[info.incarnation] = AttachedSegment(number, attached)
 
-        def said(future: Future[None]) -> None:
+        def report(future: Future[None]) -> None:
+            name = f"node_id={info.node_id}"
             if error := future.exception():
-                log.warning(
-                    "blocks of node_id=%s go through the staging pool: %s", info.node_id, error
-                )
+                log.warning("blocks of %s go through the staging pool: %s", name, error)
             else:
-                log.info("node_id=%s is copied from and to directly", info.node_id)
+                log.info("%s is copied from and to directly", name)
 
-        attached.add_done_callback(said)
+        attached.add_done_callback(report)
 
     @property
     def is_open(self) -> bool:
@@ -161,50 +152,45 @@ class PlacedLoader(KvLoader):
     def _read_whole(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
         self.forget(pages)
         here = self._leave(copies, pages)
-        rest = [index for index, is_here in enumerate(here) if not is_here]
-        if rest:
-            arrived = super()._read_whole(
-                [copies[index] for index in rest], [pages[index] for index in rest]
-            )
-            for index, is_here in zip(rest, arrived, strict=True):
-                here[index] = is_here
-        return here
+        if rest := {p: copy for p, copy in zip(pages, copies, strict=True) if p not in here}:
+            arrived = super()._read_whole(list(rest.values()), list(rest))
+            here.update(page for page, is_here in zip(rest, arrived, strict=True) if is_here)
+        return [page in here for page in pages]
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         arrived = super().load_copies(copies, pages)
         self.forget(pages[arrived:])  # these blocks will be computed
         return arrived
 
-    def _leave(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
-        """For each copy, whether it is in a slot that the ranks can read."""
-        nothing = [False] * len(copies)
+    def _leave(self, copies: Sequence[Copy], pages: Sequence[int]) -> set[int]:
+        """The pages whose copies stay in slots, because the ranks can read these."""
         if not self._regions.is_open:
-            return nothing
+            return set()
         incarnation, blocks = self._store.verify_in_place(copies, self._deadline_s)
         if not any(blocks):
-            return nothing
-        region = self._regions.use(incarnation, sum(block is not None for block in blocks))
-        if region is None:
-            return nothing
-        with self._places:
-            for page, copy, block in zip(pages, copies, blocks, strict=True):
-                if block is not None:
-                    self._slots[page] = InSlot(region, incarnation, copy, block)
-        return [block is not None for block in blocks]
+            return set()
+        found = zip(pages, copies, blocks, strict=True)
+        return self._place(incarnation, {page: (copy, at) for page, copy, at in found if at})
 
     def save_into(self, slots: Mapping[int, Slot]) -> set[int]:
         """Let the engine save these pages into slots (page -> slot). Returns the pages for which it
         can."""
-        incarnation, found = self._store.slots_in_place(list(slots.values()))
-        blocks = {page: at for page, at in zip(slots, found, strict=True) if at is not None}
-        region = self._regions.use(incarnation, len(blocks)) if blocks else None
+        incarnation, blocks = self._store.slots_in_place(list(slots.values()))
+        found = zip(slots, blocks, strict=True)
+        return self._place(incarnation, {page: (None, at) for page, at in found if at})
+
+    def _place(
+        self, incarnation: str, found: Mapping[int, tuple[Copy | None, PlacedBlock]]
+    ) -> set[int]:
+        """Record the slots of these pages. Returns the pages, or none without their region."""
+        region = self._regions.use(incarnation, len(found)) if found else None
         if region is None:
             return set()
         with self._places:
-            for page, block in blocks.items():
+            for page, (copy, block) in found.items():
                 assert page not in self._slots, page
-                self._slots[page] = InSlot(region, incarnation, None, block)
-        return set(blocks)
+                self._slots[page] = InSlot(region, incarnation, copy, block)
+        return set(found)
 
     def is_in_slots(self, pages: Sequence[int]) -> bool:
         with self._places:
@@ -227,7 +213,9 @@ class PlacedLoader(KvLoader):
                 del slots[page]
                 if not is_here:
                     raise KvMissing("the last block that was handed over is gone")
-        self._refuse_gone([slot for slot in slots.values() if slot.copy is not None])
+        for slot in slots.values():
+            if slot.copy and not self._store.is_in_place(slot.incarnation, slot.block):
+                raise KvMissing("a block was given away in its slot before its request came")
         page_bytes = self._pages.page_bytes
         found, uses = [], []
         for index, page in enumerate(pages):
@@ -239,11 +227,6 @@ class PlacedLoader(KvLoader):
             else:
                 found.append(place_of(POOL, page * page_bytes))
         return found, tuple(uses)
-
-    def _refuse_gone(self, slots: Sequence[InSlot]) -> None:
-        for slot in slots:
-            if not self._store.is_in_place(slot.incarnation, slot.block):
-                raise KvMissing("a block was given away in its slot before its request came")
 
     def forget(self, pages: Sequence[int]) -> None:
         """Nobody reads these pages' slots any more. Pages of the pool are ignored."""
