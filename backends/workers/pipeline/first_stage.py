@@ -18,8 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
 from backends.engine.torch.torch_engine import TorchEngine
@@ -31,7 +29,7 @@ from backends.workers.lifecycle.events import On
 from backends.workers.pipeline import group
 from backends.workers.pipeline.group import PipelineGroup
 from backends.workers.pipeline.stage_prefill import StagePrefill
-from backends.workers.pipeline.step_window import PrefixLoad, SentStep, StepWindow
+from backends.workers.pipeline.step_window import SentStep, StepWindow
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import (
     GroupBegins,
@@ -50,10 +48,10 @@ from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import PageLayout, blocks_touched
 from mooncake_store.records.blocks import Copy
-from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5  # interval of checks of the group
+LoadCopies = Callable[[Sequence[Copy], Sequence[int]], int]  # as KvLoader.load_copies
 
 
 class PipelinePrefill(StagePrefill):
@@ -85,20 +83,19 @@ class PipelinePrefill(StagePrefill):
         """Supervise the group, in its own thread, because a step may occupy the engine's thread."""
         while not self._is_closed.wait(LOOK_S):
             try:
-                self._look(self._registered(), time.monotonic())
+                self._look()
             except Exception:  # Catch all: the group must stay supervised
                 if self._worker.is_closing:  # the directory client may be closed already
                     return
                 log.exception("supervising pipeline group %s", self.config.pipeline_group)
 
-    def _registered(self) -> Sequence[WorkerInfo] | None:
+    def _look(self) -> None:
         try:
-            return self._worker.process.directory.workers()
+            workers = self._worker.process.directory.workers()
         except StoreError as error:
             log.debug("the registered workers are unknown: %s", error)
-            return None
-
-    def _look(self, workers: Sequence[WorkerInfo] | None, now_s: float) -> None:
+            workers = None
+        now_s = time.monotonic()
         with self._worker.lock:
             lost = self._group.update_registered(workers) if workers is not None else ""
             lost = lost or self._group.silence(now_s)
@@ -167,28 +164,30 @@ class PipelinePrefill(StagePrefill):
     # -- loading a prompt's prefix
 
     def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
-        return GroupLoader(store, pages, self.engine.kv_pool, deadline_s, self)
+        return GroupLoader(self, store, pages, deadline_s)
 
-    def begin_load(self, copies: Sequence[Copy], pages: Sequence[int]) -> PrefixLoad:
-        """Let all other stages load block i of `copies` into pages[i]. Raises WorkerGone."""
-        worker, stages = self._worker, range(1, self.config.pipeline_stages)
-        with worker.lock:
+    def load_copies(
+        self, copies: Sequence[Copy], pages: Sequence[int], load_own: LoadCopies
+    ) -> int:
+        """Load block i of `copies` into pages[i] in all stages; `load_own` does it in this one.
+
+        Returns the number of leading blocks that arrived in all stages. Raises WorkerGone or
+        WorkerUnavailable if a stage does not reply.
+        """
+        with self._worker.lock:
             if not self._group.is_whole:
                 raise WorkerGone(self._group.missing())
             late_s = time.monotonic() + 2 * self.config.transfer_s_max + HUNG_S_MIN
-            load = self._window.wanted(pages, stages, late_s)
+            load = self._window.wanted(pages, late_s)
             wanted = PrefixWanted(self._group.epoch, load.number, list(copies), list(pages))
             for inbox in self._group.others.values():
-                worker.process.outbox.send(inbox, wanted)
-        return load
-
-    def end_load(self, load: PrefixLoad) -> int:
-        """Number of leading blocks that all other stages have loaded. Raises WorkerUnavailable."""
+                self._worker.process.outbox.send(inbox, wanted)
+        loaded = load_own(copies, pages)
         with self._worker.lock:
             self._worker.lock.wait_for(lambda: load.is_over, 2 * self.config.transfer_s_max)
             if not load.is_here:
                 raise WorkerUnavailable("another stage has not loaded the cached prefix")
-            return load.blocks
+            return min(loaded, load.blocks)
 
     def start(self, job: PrefillJob) -> None:
         """Queue the allocation of slots for all stages, then ENGINE_READY."""
@@ -238,7 +237,6 @@ class PipelinePrefill(StagePrefill):
         if step is None:
             return
         now_s = time.monotonic()
-        step.token_ids = message.token_ids
         for index, (chunk, job) in enumerate(zip(step.chunks, step.jobs, strict=True)):
             if job.computing_from_s is None:
                 job.computing_from_s = step.started_s
@@ -293,25 +291,15 @@ class GroupLoader(KvLoader):
     """Loads a prefix in all stages of the group."""
 
     def __init__(
-        self,
-        store: WorkerStore,
-        pages: PageLayout,
-        pool: np.ndarray,
-        deadline_s: float,
-        driver: PipelinePrefill,
+        self, driver: PipelinePrefill, store: WorkerStore, pages: PageLayout, deadline_s: float
     ) -> None:
-        super().__init__(store, pages, pool, deadline_s)
+        super().__init__(store, pages, driver.engine.kv_pool, deadline_s)
         self._driver = driver
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """As KvLoader. Returns the number of leading blocks that arrived in all stages.
-
-        Raises WorkerGone or WorkerUnavailable if a stage does not reply.
-        """
         if not copies:
             return 0
-        load = self._driver.begin_load(copies, pages[: len(copies)])
-        return min(super().load_copies(copies, pages), self._driver.end_load(load))
+        return self._driver.load_copies(copies, pages[: len(copies)], super().load_copies)
 
 
 def _plan(chunk: Chunk, job: PrefillJob, blocks: range, block_tokens: int) -> StageWork:

@@ -8,7 +8,7 @@ step, such as the release of its pages, are queued here. The worker's lock guard
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from backends.engine.batching.batching import Chunk
@@ -25,7 +25,6 @@ class SentStep:
     started_s: float  # start of the computation in stage 0 (monotonic)
     sent_s: float  # time at which stage 0 sent the step to stage 1 (monotonic)
     predicted_s: float  # predicted time of one stage
-    token_ids: Sequence[int] = ()  # sampled token of each chunk; empty until computed
     is_computed: bool = False  # True: the last stage has computed the step
     unwritten: set[int] = field(default_factory=set)  # stages that have not written their layers
 
@@ -41,15 +40,15 @@ class PrefixLoad:
     waiting: set[int]  # stages that have not answered
     blocks: int  # number of leading blocks that all stages with an answer have loaded
     late_s: float  # deadline of the answers (monotonic); after it the group's epoch ends
-    is_lost: bool = False  # True: the epoch has ended
+    is_lost: bool = False  # True: the epoch has ended before all answers
 
     @property
     def is_here(self) -> bool:
-        return not self.waiting and not self.is_lost
+        return not self.waiting
 
     @property
     def is_over(self) -> bool:
-        return not self.waiting or self.is_lost
+        return self.is_here or self.is_lost
 
 
 class StepWindow:
@@ -88,6 +87,7 @@ class StepWindow:
         return step
 
     def written(self, number: int, stage: int) -> SentStep | None:
+        """Record that a stage has written a step. None: the stage has no such step to write."""
         step = self._steps.get(number)
         if step is None or stage not in step.unwritten:
             return None
@@ -98,9 +98,10 @@ class StepWindow:
         del self._steps[step.number]
         self._run_behind()
 
-    def wanted(self, pages: Sequence[int], stages: Iterable[int], late_s: float) -> PrefixLoad:
+    def wanted(self, pages: Sequence[int], late_s: float) -> PrefixLoad:
         self._loads_begun += 1
-        load = PrefixLoad(self._loads_begun, frozenset(pages), set(stages), len(pages), late_s)
+        waiting = set(range(1, self._stages))
+        load = PrefixLoad(self._loads_begun, frozenset(pages), waiting, len(pages), late_s)
         self._loads[load.number] = load
         return load
 
