@@ -7,6 +7,7 @@ pool stays registered for transfers, and the rates of reads from the store nodes
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -56,14 +57,12 @@ class LastingParts:
         self.outbox = open_outbox()
         self.started_at_s = time.time()
         self.has_joined = False  # True after the first registration, in any role
-        self._paths: tuple[dict[str, float], dict[str, float]] | None = None
 
+    @functools.cached_property
     def paths(self) -> tuple[dict[str, float], dict[str, float]]:
-        """({node: bytes per second}, {node: seconds of a small read}). The first call measures."""
-        if self._paths is None:
-            rates = self.store.measure_rates(MEASURE_S_MAX)
-            self._paths = rates, self.store.latencies_s()  # from the same measurement
-        return self._paths
+        """({node: bytes per second}, {node: seconds of a small read}). The first use measures."""
+        rates = self.store.measure_rates(MEASURE_S_MAX)
+        return rates, self.store.latencies_s()  # from the same measurement
 
     def close(self) -> None:
         self.outbox.close()

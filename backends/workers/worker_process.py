@@ -76,7 +76,6 @@ class WorkerProcess:
         self.directory, self.store = self.parts.directory, self.parts.store
         self.outbox, self.fingerprint = self.parts.outbox, self.parts.fingerprint
         self.context_tokens_max = self.parts.context_tokens_max
-        self.started_at_s = self.parts.started_at_s
         self.observations = Observations()
         self._on_message = on_message
         self.inbox = open_inbox(
@@ -114,7 +113,7 @@ class WorkerProcess:
     ) -> WorkerInfo:
         """The worker's registration. Measures rates and latencies of reads from the store nodes."""
         config, layout, parts = self.config, self.engine.layout, self.parts
-        rates, latencies_s = parts.paths()
+        rates, latencies_s = parts.paths
         return WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -247,25 +246,23 @@ class LeaseKeeper:
     def __init__(self, store: WorkerStore, lease_s: float) -> None:
         self._store = store
         self._lease_s = lease_s
-        self._due_s: dict[str, float] = {}  # request -> time of the next renewal
-        self._keys: dict[str, Sequence[bytes]] = {}  # request -> its block keys
+        # Request -> (time of the next renewal, block keys).
+        self._held: dict[str, tuple[float, Sequence[bytes]]] = {}
         self._renewing: set[str] = set()  # requests being renewed; `release` removes them
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._due_s)
+        return len(self._held)
 
     def hold(self, owner: str, now_s: float, keys: Sequence[bytes] = ()) -> None:
         """Renew the leases of `owner` from now on. `keys`: block keys of the leased blocks."""
         with self._lock:
-            self._due_s[owner] = now_s + self._lease_s / 3
-            self._keys[owner] = keys
+            self._held[owner] = now_s + self._lease_s / 3, keys
 
     def drop(self, owner: str) -> None:
         """Stop renewing the leases of `owner`, which stay until they are released or expire."""
         with self._lock:
-            self._due_s.pop(owner, None)
-            self._keys.pop(owner, None)
+            self._held.pop(owner, None)
 
     def release(self, owner: str) -> None:
         """Release the leases of `owner`. If the directory does not answer, the leases expire."""
@@ -280,13 +277,12 @@ class LeaseKeeper:
     def renew_due(self, now_s: float) -> None:
         """Renew all leases that are due. After a StoreError, the next try is in lease_s / 3."""
         with self._lock:
-            due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
-            for owner in due:
-                self._due_s[owner] = now_s + self._lease_s / 3
-            keys_of = {owner: self._keys[owner] for owner in due}
-        for owner, keys in keys_of.items():
+            due = [(owner, keys) for owner, (due_s, keys) in self._held.items() if due_s <= now_s]
+            for owner, keys in due:
+                self._held[owner] = now_s + self._lease_s / 3, keys
+        for owner, keys in due:
             with self._lock:
-                if owner not in self._due_s:
+                if owner not in self._held:
                     continue
                 self._renewing.add(owner)
             try:
@@ -305,7 +301,6 @@ def end_process(*steps: Callable[[], None]) -> None:
 
     A model has no other way to report a lost engine to Triton. The launcher restarts the process.
     """
-    is_done = threading.Event()
 
     def take_steps() -> None:
         for step in steps:
@@ -313,12 +308,12 @@ def end_process(*steps: Callable[[], None]) -> None:
                 step()
             except Exception:  # Catch all: the process exits in any case
                 log.exception("a step before the exit failed")
-        is_done.set()
 
     def end() -> None:
-        is_done.wait(STEPS_S_MAX)
-        threading.Event().wait(LAST_WORDS_S)
+        last_steps.join(STEPS_S_MAX)
+        time.sleep(LAST_WORDS_S)
         os._exit(1)
 
+    last_steps = threading.Thread(target=take_steps, name="last-steps", daemon=True)
+    last_steps.start()
     threading.Thread(target=end, name="end", daemon=True).start()
-    threading.Thread(target=take_steps, name="last-steps", daemon=True).start()
