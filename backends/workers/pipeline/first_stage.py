@@ -210,17 +210,15 @@ class PipelinePrefill(StagePrefill):
         batch, finished, on_layer = self._prepare(chunks, jobs)
         hidden = self.engine.forward_stage(batch, None, on_layer)
         worker.process.steps.took(time.monotonic() - started_s)
-        parts = zip(chunks, jobs, finished, strict=True)
-        plans = [_plan(chunk, job, blocks, self._block_tokens) for chunk, job, blocks in parts]
+        parts = list(zip(chunks, jobs, finished, strict=True))
+        plans = [_plan(*part, self._block_tokens) for part in parts]
         predicted_s = sum(worker.estimate.seconds(c.tokens, c.start) for c in chunks)
         with worker.lock:
             if self._group.epoch != epoch or not self._group.is_whole:
                 return  # the epoch has ended, and the step's requests have failed
             sent = SentStep(
                 number=self._window.next_number,
-                chunks=chunks,
-                jobs=jobs,
-                finished=finished,
+                parts=parts,
                 started_s=started_s,
                 sent_s=time.monotonic(),
                 predicted_s=predicted_s,
@@ -237,7 +235,7 @@ class PipelinePrefill(StagePrefill):
         if step is None:
             return
         now_s = time.monotonic()
-        for index, (chunk, job) in enumerate(zip(step.chunks, step.jobs, strict=True)):
+        for index, (chunk, job, _) in enumerate(step.parts):
             if job.computing_from_s is None:
                 job.computing_from_s = step.started_s
             job.compute_s += now_s - max(step.started_s, job.computed_at_s)
@@ -255,16 +253,17 @@ class PipelinePrefill(StagePrefill):
         step = self._window.written(message.number, message.stage)
         if step is None:
             return
-        for index, job in enumerate(step.jobs):
-            if message.errors[index]:
+        answers = zip(step.parts, message.errors, message.digests, strict=True)
+        for (_, job, _), error, digests in answers:
+            if error:
                 job.put.has_late_write = True
-                worker.fail(job, WorkerUnavailable(message.errors[index]))
-            elif message.digests[index]:
-                worker.writer.add_digests(job.put, message.digests[index])
+                worker.fail(job, WorkerUnavailable(error))
+            elif digests:
+                worker.writer.add_digests(job.put, digests)
         if not step.is_over:
             return
-        for index, (chunk, job) in enumerate(zip(step.chunks, step.jobs, strict=True)):
-            if blocks := step.finished[index]:
+        for chunk, job, blocks in step.parts:
+            if blocks:
                 worker.writer.blocks_done(job.put, blocks)
                 worker.settle_behind(job, blocks)
             if chunk.is_last:

@@ -1,9 +1,7 @@
 """A later stage of a pipeline group: computes its layers of each step after the stage before it.
 
-Stage 0 has the requests (first_stage.py). A step contains the pages of its tokens and the slots for
-their KV. A later stage writes its layers into these slots, and sends the digests (checksums of the
-layers) to stage 0, which commits the blocks. The last stage samples. Steps are numbered within an
-epoch. If a stage misses a number, the group starts a new epoch (group.py).
+Stage 0 describes the work of all stages (first_stage.py). Steps are numbered within an epoch. If a
+stage misses a number, the group starts a new epoch (group.py).
 
 Threads: the inbox queues steps, the engine's thread computes them in order, loaders read prefixes,
 the writer writes KV.
@@ -17,7 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -51,6 +49,7 @@ from mooncake_store.records.membership import WorkerReport
 log = logging.getLogger(__name__)
 LOADERS = 2
 LATE_READ_WAIT_S = 0.05  # interval of checks whether a read past its deadline has ended
+LOADS_WAIT_S = 0.05  # interval of checks whether a stage that waits for its loads closes
 NO_TOKEN = Drawn(-1, None)
 NO_EPOCH = GroupBegins(epoch="", first_inbox="", next_inbox="", chunk_tokens=0)
 
@@ -63,11 +62,10 @@ class StageWorker:
         self._engine = engine = driver.engine
         checkpoint = checkpoint_folder(config.checkpoint, repository)
         self._guides = Guides(lambda: Tokenizer.load(checkpoint), engine.vocabulary_tokens)
-        self._lock = threading.Condition()  # guards `_loads`, and is notified when a load ends
         self._newest_epoch = self._epoch = ""  # latest announced epoch; epoch of accepted steps
         self._expected = 0  # number of the next step
         self._begins = NO_EPOCH  # of the latest joined epoch
-        self._loads = 0  # queued and running loads of prefixes
+        self._loads: set[Future[None]] = set()  # queued and running loads of prefixes
         self._beating = threading.Lock()  # keeps heartbeats of two threads in order
         self._writing: dict[int, list[BlockPut]] = {}  # step number -> writes of the step
         self._is_closing = self._is_draining = False
@@ -107,10 +105,8 @@ class StageWorker:
 
     @property
     def _name(self) -> str:
-        return (
-            f"{self.process.worker_id} is stage {self.config.pipeline_stage} of pipeline group "
-            f"{self.config.pipeline_group}"
-        )
+        stage, name = self.config.pipeline_stage, self.config.pipeline_group
+        return f"{self.process.worker_id} is stage {stage} of pipeline group {name}"
 
     def submit(self, request: object, ids: object, client: object) -> None:
         raise WorkerGone(f"{self._name}: only stage 0 accepts requests")
@@ -138,9 +134,7 @@ class StageWorker:
 
     def close(self, timeout_s: float) -> None:
         """Leave the group, whose requests then resume on other workers."""
-        with self._lock:
-            self._is_closing, self._newest_epoch = True, ""
-            self._lock.notify_all()
+        self._is_closing, self._newest_epoch = True, ""
         self._tasks.put(self._lose_place)
         self._tasks.put(None)
         self._thread.join(timeout=timeout_s)
@@ -159,9 +153,9 @@ class StageWorker:
         elif isinstance(message, StageStep):
             self._tasks.put(functools.partial(self._take, message, None))
         elif isinstance(message, PrefixWanted):
-            with self._lock:
-                self._loads += 1
-            self._loading.submit(self._load_prefix, message)
+            load = self._loading.submit(self._load_prefix, message)
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
         elif isinstance(message, DrainWorker):
             self._is_draining = message.is_on
 
@@ -177,13 +171,9 @@ class StageWorker:
         """Join an epoch when all work of earlier epochs has ended, so that no page is in use."""
         if begins.epoch != self._newest_epoch:
             return
-        if begins.chunk_tokens != self.config.chunk_tokens:
-            log.error(
-                "%s: chunk_tokens is %d, that of stage 0 is %d; use one value in all stages",
-                self._name,
-                self.config.chunk_tokens,
-                begins.chunk_tokens,
-            )
+        if (theirs := begins.chunk_tokens) != (own := self.config.chunk_tokens):
+            text = "%s: chunk_tokens is %d, that of stage 0 is %d; use one value in all stages"
+            log.error(text, self._name, own, theirs)
             return
         if begins.epoch != self._epoch:
             self._end_epoch()
@@ -192,11 +182,8 @@ class StageWorker:
         self._beat()
 
     def _end_epoch(self) -> None:
-        """Wait until no work of this epoch reads or writes any more.
-
-        `watch` supervises the wait like a step. If the wait hangs, the process exits and is
-        restarted. Otherwise the group would never become complete.
-        """
+        """Wait until no work of this epoch reads or writes any more. `watch` supervises the wait
+        like a step, so that a process whose wait hangs is restarted."""
         self._epoch = ""
         for puts in list(self._writing.values()):
             for put in puts:
@@ -206,8 +193,8 @@ class StageWorker:
             is_written = threading.Event()
             self._writer.mark(is_written.set)
             is_written.wait()
-            with self._lock:
-                self._lock.wait_for(lambda: not self._loads or self._is_closing)
+            while wait(list(self._loads), LOADS_WAIT_S).not_done and not self._is_closing:
+                pass
         finally:
             self.process.watch.ended()
         self._writing.clear()
@@ -236,9 +223,6 @@ class StageWorker:
         # Stage 0 uses the pages after the answer, so a read past its deadline must end first.
         while self._loader.pending_pages().intersection(wanted.pages):
             time.sleep(LATE_READ_WAIT_S)
-        with self._lock:
-            self._loads -= 1
-            self._lock.notify_all()
         self._answer(PrefixLoaded(wanted.epoch, self.config.pipeline_stage, wanted.number, blocks))
 
     def _answer(self, message: WorkerMessage) -> None:
@@ -252,9 +236,8 @@ class StageWorker:
         if step.epoch != self._epoch or step.epoch != self._newest_epoch:
             return
         if step.number != self._expected:
-            log.warning(
-                "%s: received step %d, expected %d", self._name, step.number, self._expected
-            )
+            numbers = step.number, self._expected
+            log.warning("%s: received step %d, expected %d", self._name, *numbers)
             self._lose_place()
             return
         self._expected += 1
@@ -303,14 +286,10 @@ class StageWorker:
 
     def _computed(self, step: StageStep, sampled: Sequence[tuple[Drawn, str]]) -> None:
         """Report the last stage's (token, error) of each chunk to stage 0."""
-        computed = StageComputed(
-            epoch=step.epoch,
-            number=step.number,
-            token_ids=[drawn.token_id for drawn, _ in sampled],
-            errors=[error for _, error in sampled],
-            logprobs=[[drawn.logprobs] if drawn.logprobs else [] for drawn, _ in sampled],
-        )
-        self._answer(computed)
+        token_ids = [drawn.token_id for drawn, _ in sampled]
+        errors = [error for _, error in sampled]
+        logprobs = [[drawn.logprobs] if drawn.logprobs else [] for drawn, _ in sampled]
+        self._answer(StageComputed(step.epoch, step.number, token_ids, errors, logprobs))
 
     def _written(self, step: StageStep, error: str = "") -> None:
         """Report a step's writes to stage 0. Runs in the writer's thread, after the writes."""

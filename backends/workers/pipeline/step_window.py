@@ -19,9 +19,8 @@ from backends.workers.step_times import limit_s
 @dataclass(slots=True, eq=False, kw_only=True)
 class SentStep:
     number: int
-    chunks: Sequence[Chunk]
-    jobs: Sequence[PrefillJob]
-    finished: Sequence[range]  # blocks of each job that the step completes and the store lacks
+    # (chunk, its job, blocks of the job that the step completes and the store lacks)
+    parts: Sequence[tuple[Chunk, PrefillJob, range]]
     started_s: float  # start of the computation in stage 0 (monotonic)
     sent_s: float  # time at which stage 0 sent the step to stage 1 (monotonic)
     predicted_s: float  # predicted time of one stage
@@ -70,7 +69,7 @@ class StepWindow:
 
     def requests(self) -> set[str]:
         """Requests with chunks in flight."""
-        return {job.request_id for step in self._steps.values() for job in step.jobs}
+        return {job.request_id for step in self._steps.values() for _, job, _ in step.parts}
 
     def sent(self, step: SentStep) -> None:
         assert step.number == self.next_number, (step.number, self.next_number)
@@ -131,7 +130,8 @@ class StepWindow:
 
     def _is_at_work(self, job: PrefillJob) -> bool:
         loads = any(load.pages.intersection(job.put.pages) for load in self._loads.values())
-        return loads or any(job in step.jobs for step in self._steps.values())
+        steps = self._steps.values()
+        return loads or any(job is each for step in steps for _, each, _ in step.parts)
 
     def late(self, now_s: float) -> str:
         """An error text about a step or load past its time limit; "" if there is none.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from backends.engine.batching.batching import Chunk
 from backends.workers.pipeline.step_window import SentStep, StepWindow
 from backends.workers.step_times import HUNG_S_MIN
 
@@ -16,9 +17,7 @@ def job(name: str, *pages: int) -> Any:
 def step(window: StepWindow, *jobs: Any) -> SentStep:
     sent = SentStep(
         number=window.next_number,
-        chunks=[],
-        jobs=jobs,
-        finished=[],
+        parts=[(Chunk("", 0, 1, False), each, range(0)) for each in jobs],
         started_s=0.0,
         sent_s=0.0,
         predicted_s=0.1,
