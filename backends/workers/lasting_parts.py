@@ -11,10 +11,10 @@ import functools
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 from backends.config_pbtxt import WorkerConfig, checkpoint_folder
+from backends.engine.interface import ServingEngine
 from backends.errors import ConfigError
 from backends.workers.driver import Driver
 from backends.workers.protocol import open_outbox
@@ -38,9 +38,7 @@ class LastingParts:
         engine = driver.engine
         self.can_flip = can_flip
         self.config = config
-        self.context_tokens_max = _context_tokens_max(
-            config, engine.context_tokens_max, engine.pages.pages_max, folder
-        )
+        self.context_tokens_max = _context_tokens_max(config, engine, folder.name)
         print_fields = (engine.model_id, engine.weights_id, engine.layout, engine.tp_shape)
         self.directory = DirectoryClient(os.environ["MOONCAKE_DIRECTORY"])
         self.fingerprint = kv_layout.fingerprint(*print_fields)
@@ -70,15 +68,13 @@ class LastingParts:
         self.directory.close()
 
 
-def _context_tokens_max(config: WorkerConfig, allowed: int, pages_max: int, folder: Path) -> int:
-    """Most tokens of prompt and output. Raises ConfigError if the setting is above `allowed`.
-
-    `allowed`: tokens of the model's context, or of the KV memory if it is smaller.
-    """
-    wanted, kv_tokens = config.context_tokens_max, pages_max * config.block_tokens
+def _context_tokens_max(config: WorkerConfig, engine: ServingEngine, model: str) -> int:
+    """Most tokens of prompt and output. Raises ConfigError if the setting is too large."""
+    wanted, kv_tokens = config.context_tokens_max, engine.pages.pages_max * config.block_tokens
+    allowed = engine.context_tokens_max  # of the model, or of the KV memory if it is smaller
     is_kv_short = kv_tokens <= allowed
     if wanted > allowed:
-        what = "the KV memory" if is_kv_short else folder.name
+        what = "the KV memory" if is_kv_short else model
         remedy = "raise kv_bytes or lower it" if is_kv_short else "lower it or leave it 0"
         raise ConfigError(
             f"context_tokens_max is {wanted}, but {what} allows {allowed} tokens; {remedy}"

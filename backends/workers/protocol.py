@@ -4,12 +4,11 @@
 are a tensor, all other fields one MessagePack string. `CallLimits` validates them in the worker.
 
 *Messages* go over ZeroMQ to the inbox of one process. While a config.pbtxt reloads, two processes
-serve the same model name, so a name would not identify the receiver. Messages stop a request,
-announce handed-over layers, stream tokens (token_streams.py), and report which requests are alive.
-They also carry the steps of a pipeline group: prefill workers that each compute some of the layers.
-Messages may be lost. An announcement only saves time, a stop is sent again, and a gap in the tokens
-is detected. A pipeline group starts a new epoch (pipeline/group.py). An inbox drops messages
-without the secret that the processes of one launch or deployment share (launch_secret.py).
+serve the same model name, so a name would not identify the receiver. Messages may be lost. An
+announcement only saves time, a stop is sent again, and a gap in the tokens is detected
+(token_streams.py). A pipeline group, prefill workers that each compute some of the layers, starts a
+new epoch (pipeline/group.py). An inbox drops messages without the secret that the processes of one
+launch or deployment share (launch_secret.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 """
@@ -72,8 +71,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     decode_inbox: str  # inbox of the decode worker for LayersReady; "": announce no layers
     reply_inbox: str  # inbox of the frontend for a FirstToken before the reply; "": send none
     reserve_tokens: int  # KV tokens for which the decode worker reserves pages
-    # Queue order key minus arrival time, in s (conductor/queue_order.py).
-    place_s: float = 0.0
+    place_s: float = 0.0  # queue order key minus arrival time (conductor/queue_order.py)
     is_resumed: bool = False  # True after a lost attempt: a full queue accepts the request anyway
     # Source nodes of the fetch: the conductor's choice, then its second choice. A block that these
     # nodes lack or fail to send is fetched from any other node that has it.
@@ -215,10 +213,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first"):
-    """The first token of a prompt whose KV is not stored yet (prefill worker -> frontend).
-
-    Sent only if the token cannot end the output.
-    """
+    """The first token of a prompt whose KV is not stored yet (prefill worker -> frontend). Sent
+    only if the token cannot end the output."""
 
     request_id: str
     token_id: int
@@ -234,10 +230,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class GroupBegins(msgspec.Struct, frozen=True, tag="group"):
-    """An epoch of a pipeline group begins (stage 0 -> each other pipeline stage).
-
-    The stage finishes or drops all work of earlier epochs, and then sends StageBeat.
-    """
+    """An epoch of a pipeline group begins (stage 0 -> each other pipeline stage). The receiver
+    finishes or drops all work of earlier epochs, and then sends StageBeat."""
 
     epoch: str  # also in every later message of this epoch; messages of other epochs are dropped
     first_inbox: str  # inbox of stage 0
@@ -404,12 +398,11 @@ def open_inbox(
     listen = address
     if (listening_host := os.environ.get(LISTEN_VARIABLE)) and address.startswith("tcp://"):
         listen = f"tcp://{listening_host}:{address.rpartition(':')[2]}"
-    secret = launch_secret.secret_of_launch()
     return Inbox(
         address,
         decode_message,
         on_messages,
-        secret,
+        launch_secret.secret_of_launch(),
         listen=listen,
         attach=attached,  # type: ignore[arg-type]
         message_bytes_max=message_bytes_max,
@@ -422,11 +415,8 @@ def open_outbox() -> WorkerOutbox:
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Limits on the calls that a worker accepts.
-
-    The frontend has validated the request already. The worker validates again, because a value that
-    the engine cannot handle would fail all requests of a batch.
-    """
+    """Limits on the calls that a worker accepts. The frontend has validated the request already.
+    The worker validates again, because an invalid value would fail all requests of a batch."""
 
     context_tokens_max: int  # largest number of prompt and output tokens
     vocabulary_tokens: int

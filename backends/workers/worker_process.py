@@ -83,13 +83,10 @@ class WorkerProcess:
             self._on_messages,
             driver.message_bytes_max,
         )
-        profile = machine_profile.load_or_measure(
-            driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
-        )
         has_layers = isinstance(config, PrefillConfig) and config.layerwise
         # Layer ring buffers; None: chunked prefill for every prompt.
         self.rings = driver.rings if has_layers and self.store.keeps_digests else None
-        self.info = self._info(role, slots_max, profile)
+        self.info = self._info(role, slots_max)
         self.call_limits = CallLimits(
             self.context_tokens_max, self.engine.vocabulary_tokens, inbox_prefixes()
         )
@@ -106,13 +103,12 @@ class WorkerProcess:
         self.self_check = SelfCheck(check, is_switched_on())
         self._is_closing = threading.Event()
         self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
-        self._watcher = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
 
-    def _info(
-        self, role: str, slots_max: int, profile: machine_profile.MachineProfile
-    ) -> WorkerInfo:
-        """The worker's registration. Measures rates and latencies of reads from the store nodes."""
+    def _info(self, role: str, slots_max: int) -> WorkerInfo:
+        """The worker's registration. Measures the engine, and reads from the store nodes."""
         config, layout, parts = self.config, self.engine.layout, self.parts
+        state = Path(os.environ["MOONCAKE_STATE"])
+        profile = machine_profile.load_or_measure(self.driver, role, config.threads, state)
         rates, latencies_s = parts.paths
         return WorkerInfo(
             worker_id=self.worker_id,
@@ -152,7 +148,7 @@ class WorkerProcess:
         """Register, and start the reports. Raises an error if the directory rejects the worker."""
         self.directory.register_worker(self.info)
         self._reporter.start()
-        self._watcher.start()
+        threading.Thread(target=self._watch_loop, name="watch", daemon=True).start()
         # The launcher looks for the second text in the log, before Triton logs that the model is
         # loaded (backends/launcher/repository.py). The first text must not match in this search.
         word = "has another role on node" if self.parts.has_joined else "serves on node"
@@ -202,15 +198,15 @@ class WorkerProcess:
                     self.lose(f"{name} has been under way for {watch.age_s(now_s):.0f} s")
                     return
 
-    def report_now(self) -> None:
-        """Report at once. Raises StoreError."""
-        self.directory.worker_report(self._make_report())
+    def report_now(self) -> bool:
+        """Report at once. False: this worker is not registered. Raises StoreError."""
+        return self.directory.worker_report(self._make_report())
 
     def _report_loop(self) -> None:
         while not self._is_closing.wait(REPORT_S):
             self._reporting.began(time.monotonic())
             try:
-                if not self.directory.worker_report(self._make_report()):
+                if not self.report_now():
                     log.warning("the directory has no registration of this worker: registering")
                     self.directory.register_worker(self.info)
             except StoreError as error:
@@ -230,17 +226,17 @@ class WorkerProcess:
         self._heartbeat_s = now_s
         by_inbox: dict[str, list[str]] = defaultdict(list)
         for request_id, job in list(self.jobs.items()):
-            by_inbox[job.request.reply_inbox].append(request_id)
+            if inbox := job.request.reply_inbox:
+                by_inbox[inbox].append(request_id)
         for inbox, request_ids in by_inbox.items():
-            if inbox:
-                self.outbox.send(inbox, Heartbeat(self.incarnation, request_ids))
+            self.outbox.send(inbox, Heartbeat(self.incarnation, request_ids))
 
 
 class LeaseKeeper:
     """Renews the leases of the worker's requests. `owner`: a request id. Thread-safe.
 
-    A restarted directory has lost all leases. If the directory has no lease to renew, `renew_due`
-    looks the blocks up, which leases them again. Otherwise a block could be evicted before its use.
+    A restarted directory has lost all leases. So if there is no lease to renew, `renew_due` looks
+    the blocks up, which leases them again.
     """
 
     def __init__(self, store: WorkerStore, lease_s: float) -> None:

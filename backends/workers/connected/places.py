@@ -1,14 +1,14 @@
 """Where the blocks of a request are on this host while the engine's processes may copy them.
 
-Each page of a request is a page of the staging pool. Exception: if its block is in a slot of the
-local storage node, the ranks copy directly out of the slot. The ranks map the node's segment as a
-*region*, one for each incarnation of the node. Attaching a region takes long, because every page of
-it is locked. Until then, or if it fails, blocks go through the pool. The region of a dead node is
-detached when no page refers to it, because the next incarnation may need the memory.
+Blocks go through pages of the staging pool. Exception: a block in a slot of the local storage node
+is copied directly out of the slot. The ranks map the node's segment as a *region*, one for each
+incarnation of the node. Attaching a region takes long, because every page of it is locked. Until
+then, or if it fails, blocks go through the pool. The region of a dead node is detached when no page
+refers to it, because the next incarnation may need the memory.
 
-What a prompt computes is saved directly into slots too. They are allocated before the prompt is
-submitted, and the worker takes the digests there. Without free slots, KV goes through the pool. So
-does what decode generates, because a block has a key, and so a slot, only when it is full.
+A prompt's KV is saved directly into slots too, which are allocated before the prompt is submitted.
+Without free slots, KV goes through the pool. So do tokens of decode, because a block has a key, and
+so a slot, only when it is full.
 
 A slot must belong to the request until its last copy has ended, so the leases end after that
 (lifecycle/). The ranks check whether it did.
@@ -75,18 +75,15 @@ class Regions:
         now = self._store.mapped_node
         try:
             with self._lock:
-                self._change_to(now)
+                for incarnation, region in list(self._regions.items()):
+                    is_over = now is None or incarnation != now.incarnation
+                    if is_over and region.attached.done() and not self._used[region.number]:
+                        del self._regions[incarnation]
+                        self._host.detach(region.number)
+                if now is not None and now.incarnation not in self._regions:
+                    self._attach(now)
         except ChannelError as error:
             log.warning("the storage node's segment: %s", error)
-
-    def _change_to(self, now: NodeInfo | None) -> None:
-        for incarnation, region in list(self._regions.items()):
-            is_over = now is None or incarnation != now.incarnation
-            if is_over and region.attached.done() and not self._used[region.number]:
-                del self._regions[incarnation]
-                self._host.detach(region.number)
-        if now is not None and now.incarnation not in self._regions:
-            self._attach(now)
 
     def _attach(self, info: NodeInfo) -> None:
         assert self._number + 1 < REGIONS_MAX, "a storage node restarted too often"
@@ -200,8 +197,8 @@ class PlacedLoader(KvLoader):
         """(place of each block, used slots) for a `Stage`. The first `whole` blocks are only read.
         The others get more tokens, so they are copied to the pool.
 
-        Raises KvMissing if a block is gone. A block that was read early may have lost its lease
-        before its request came. After a `Stage` this would end the engine.
+        Raises KvMissing if a block is gone, because its request came after its lease had ended.
+        After a `Stage`, a missing block would end the engine.
         """
         with self._places:
             slots = {page: self._slots[page] for page in pages if page in self._slots}
