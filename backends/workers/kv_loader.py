@@ -123,23 +123,17 @@ class KvLoader:
         """Called with released pages. For subclasses that keep records of pages."""
 
     def refuse_late(self, pages: Sequence[int]) -> None:
-        """Raise StoreLost if a read past its deadline may still write into these pages.
-
-        Such a read could overwrite KV that is computed in the pages.
-        """
+        """Raise StoreLost if a read past its deadline could overwrite KV in these pages."""
         if late := self.pending_pages().intersection(pages):
             raise StoreLost(f"a read past its deadline may still write {len(late)} of the pages")
 
     def pending_pages(self) -> set[int]:
         """Pages that a transfer past its deadline may still write."""
-        return {
-            page
-            for span in self._store.pending_offsets(self._pool)
-            for page in range(
-                span.offset_bytes // self._pages.page_bytes,
-                (span.offset_bytes + span.length_bytes - 1) // self._pages.page_bytes + 1,
-            )
-        }
+        pages, page_bytes = set[int](), self._pages.page_bytes
+        for span in self._store.pending_offsets(self._pool):
+            last_byte = span.offset_bytes + span.length_bytes - 1
+            pages.update(range(span.offset_bytes // page_bytes, last_byte // page_bytes + 1))
+        return pages
 
 
 class PageGuard:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -65,19 +64,19 @@ class Regions:
     def __init__(self, host: ConnectorHost, store: WorkerStore) -> None:
         self._host = host
         self._store = store
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()  # guards `slots` and the regions
+        self.slots: dict[int, InSlot] = {}  # by page
         self._regions: dict[str, AttachedSegment] = {}  # by incarnation of the node
-        self._used: Counter[int] = Counter()  # pages that refer to a region
         self._number = POOL
 
     def look(self) -> None:
         """Attach a new incarnation of the node, and detach unused ones. Called at every turn."""
         now = self._store.mapped_node
         try:
-            with self._lock:
+            with self.lock:
                 for incarnation, region in list(self._regions.items()):
                     is_over = now is None or incarnation != now.incarnation
-                    if is_over and region.attached.done() and not self._used[region.number]:
+                    if is_over and region.attached.done() and not self._is_used(region):
                         del self._regions[incarnation]
                         self._host.detach(region.number)
                 if now is not None and now.incarnation not in self._regions:
@@ -104,30 +103,30 @@ class Regions:
     @property
     def is_open(self) -> bool:
         """True if a segment can be copied from directly."""
-        with self._lock:
+        with self.lock:
             return any(region.is_there for region in self._regions.values())
 
-    def use(self, incarnation: str, pages: int) -> int | None:
-        """Count `pages` users of the incarnation's region. None: it is not attached."""
-        with self._lock:
+    def _is_used(self, region: AttachedSegment) -> bool:
+        return any(slot.region == region.number for slot in self.slots.values())
+
+    def place(
+        self, incarnation: str, found: Mapping[int, tuple[Copy | None, PlacedBlock]]
+    ) -> set[int]:
+        """Record the slots of these pages. Returns the pages, or none without their region."""
+        with self.lock:
             region = self._regions.get(incarnation)
             if region is None or not region.is_there:
-                return None
-            self._used[region.number] += pages
-            return region.number
+                return set()
+            for page, (copy, block) in found.items():
+                assert page not in self.slots, page
+                self.slots[page] = InSlot(region.number, incarnation, copy, block)
+        return set(found)
 
-    def unuse(self, region: int, pages: int = 1) -> None:
-        with self._lock:
-            self._used[region] -= pages
-            assert self._used[region] >= 0, f"region {region} is used {self._used[region]} times"
-            if not self._used[region]:
-                del self._used[region]
-
-    def check(self, in_slots: Counter[int]) -> None:
-        with self._lock:
-            assert self._used == in_slots, (self._used, in_slots)
+    def check(self) -> None:
+        with self.lock:
             numbers = {region.number for region in self._regions.values()}
-            assert set(self._used) <= numbers, "a region that is used was let go"
+            used = {slot.region for slot in self.slots.values()}
+            assert used <= numbers, f"of the used regions {used} some were let go: {numbers}"
 
 
 class PlacedLoader(KvLoader):
@@ -143,8 +142,7 @@ class PlacedLoader(KvLoader):
     ) -> None:
         super().__init__(store, pages, pool, deadline_s)
         self._regions = regions
-        self._slots: dict[int, InSlot] = {}  # by page
-        self._places = threading.Lock()
+        self._slots = regions.slots
 
     def _read_whole(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
         self.forget(pages)
@@ -167,30 +165,17 @@ class PlacedLoader(KvLoader):
         if not any(blocks):
             return set()
         found = zip(pages, copies, blocks, strict=True)
-        return self._place(incarnation, {page: (copy, at) for page, copy, at in found if at})
+        return self._regions.place(incarnation, {p: (copy, at) for p, copy, at in found if at})
 
     def save_into(self, slots: Mapping[int, Slot]) -> set[int]:
         """Let the engine save these pages into slots (page -> slot). Returns the pages for which it
         can."""
         incarnation, blocks = self._store.slots_in_place(list(slots.values()))
         found = zip(slots, blocks, strict=True)
-        return self._place(incarnation, {page: (None, at) for page, at in found if at})
-
-    def _place(
-        self, incarnation: str, found: Mapping[int, tuple[Copy | None, PlacedBlock]]
-    ) -> set[int]:
-        """Record the slots of these pages. Returns the pages, or none without their region."""
-        region = self._regions.use(incarnation, len(found)) if found else None
-        if region is None:
-            return set()
-        with self._places:
-            for page, (copy, block) in found.items():
-                assert page not in self._slots, page
-                self._slots[page] = InSlot(region, incarnation, copy, block)
-        return set(found)
+        return self._regions.place(incarnation, {page: (None, at) for page, at in found if at})
 
     def is_in_slots(self, pages: Sequence[int]) -> bool:
-        with self._places:
+        with self._regions.lock:
             return any(page in self._slots for page in pages)
 
     def places(self, pages: Sequence[int], whole: int) -> tuple[list[int], tuple[SlotUse, ...]]:
@@ -200,7 +185,7 @@ class PlacedLoader(KvLoader):
         Raises KvMissing if a block is gone, because its request came after its lease had ended.
         After a `Stage`, a missing block would end the engine.
         """
-        with self._places:
+        with self._regions.lock:
             slots = {page: self._slots[page] for page in pages if page in self._slots}
         for page in pages[whole:]:
             copy = slots[page].copy if page in slots else None
@@ -227,11 +212,6 @@ class PlacedLoader(KvLoader):
 
     def forget(self, pages: Sequence[int]) -> None:
         """Nobody reads these pages' slots any more. Pages of the pool are ignored."""
-        with self._places:
-            gone = [self._slots.pop(page) for page in pages if page in self._slots]
-        for slot in gone:
-            self._regions.unuse(slot.region)
-
-    def check(self) -> None:
-        with self._places:
-            self._regions.check(Counter(slot.region for slot in self._slots.values()))
+        with self._regions.lock:
+            for page in pages:
+                self._slots.pop(page, None)
