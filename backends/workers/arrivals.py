@@ -2,8 +2,8 @@
 
 An arrival is expected from the first announced layer until its request is submitted. If the request
 never comes (client disconnected, prefill failed), the arrival expires after `ttl_s`. Stopped and
-finished requests are remembered for `ttl_s`, so that late messages reserve no pages for them. Not
-thread-safe: the decode worker's lock guards it.
+finished requests are remembered for `ttl_s`, so that late messages reserve no pages for them. The
+decode worker's lock guards the state.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Parts of a worker that outlive a change of its role: clients of store and directory, outbox.
 
-A worker that changes its role gets a new incarnation (worker_process.py). It keeps its engine, and
-the parts here, which are slow to create or belong to the engine's memory. For example, the page
-pool stays registered for transfers, and the rates of reads from the store nodes stay known.
+They are slow to create, or belong to the engine's memory. For example, the page pool stays
+registered for transfers, and the rates of reads from the store nodes stay known.
 """
 
 from __future__ import annotations

@@ -188,10 +188,9 @@ class PrefixLoading:
 class SingleFlight:
     """Single-flight deduplication of missing blocks: one prompt of the worker produces each block.
 
-    The first prompt *leads* the blocks that it lacks: it computes or fetches them. A prompt whose
-    next missing block has another leader waits until the block is in the store, and then looks its
-    prefix up again. Waiting prompts lead no block, so there is no cyclic wait. Pure. The worker's
-    lock guards the state.
+    A prompt *leads* the blocks that it computes or fetches first. A prompt whose next missing block
+    has another leader waits until the block is in the store, and then looks its prefix up again.
+    Waiting prompts lead no block, so there is no cyclic wait. The worker's lock guards the state.
     """
 
     def __init__(self) -> None:

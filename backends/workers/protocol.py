@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,11 +58,8 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
-    """Compute the KV of input_ids and sample one token.
-
-    The first `prompt_tokens` of input_ids are the prompt. If the request resumes after a lost
-    attempt, the output tokens that the client already has follow the prompt.
-    """
+    """Compute the KV of input_ids and sample one token. In a request that resumes after a lost
+    attempt, the output tokens that the client already has follow the prompt in input_ids."""
 
     request_id: str  # of this attempt; a further attempt has another id
     prompt_tokens: int  # 1 <= prompt_tokens <= len(input_ids)
@@ -316,30 +314,17 @@ class StageWritten(msgspec.Struct, frozen=True, tag="written"):
     errors: list[str]  # of each chunk; "" if it succeeded
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedStep:
+class ArrivedStep(NamedTuple):
     """A received step with its attached hidden states."""
 
     step: StageStep
     hidden: memoryview
 
 
-WorkerMessage = (
-    LayersReady
-    | Stop
-    | DrainWorker
-    | TakeRole
-    | Tokens
-    | FirstToken
-    | Heartbeat
-    | GroupBegins
-    | StageBeat
-    | PrefixWanted
-    | PrefixLoaded
-    | StageStep
-    | StageComputed
-    | StageWritten
-)
+RequestMessage = LayersReady | Stop | Tokens | FirstToken | Heartbeat
+StepMessage = StageStep | StageComputed | StageWritten
+GroupMessage = GroupBegins | StageBeat | PrefixWanted | PrefixLoaded | StepMessage
+WorkerMessage = RequestMessage | DrainWorker | TakeRole | GroupMessage
 WorkerInbox = Inbox[WorkerMessage]
 WorkerOutbox = Outbox[WorkerMessage]
 decode_message = msgspec.msgpack.Decoder(WorkerMessage).decode  # raises msgspec.DecodeError

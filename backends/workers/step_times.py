@@ -9,8 +9,7 @@ An empty batch resets `recent_s`, because the steps of a large batch do not pred
 small one. `speed` does not depend on the batch, so an empty batch only reduces its weight.
 
 A step is hung if it takes more than HUNG_RATIO times its predicted time, and more than HUNG_S_MIN.
-If the watching thread does not run for a while, the whole process was stopped. Such time does not
-count.
+If the watching thread does not run for a while, this time does not count.
 
 Not here: the exit of a process with a hung step (worker_process.py).
 """

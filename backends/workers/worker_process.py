@@ -176,9 +176,7 @@ class WorkerProcess:
 
     def lose(self, reason: str) -> None:
         """Deregister, fail the jobs so that they resume on other workers, and exit the process.
-
-        Does not take the lock that guards the jobs, because a hung thread may hold the lock.
-        """
+        Takes no lock that guards the jobs, because a hung thread may hold it."""
         if self.is_lost:
             return
         self.is_lost = True
@@ -294,9 +292,7 @@ class LeaseKeeper:
 
 def end_process(*steps: Callable[[], None]) -> None:
     """Run `steps` in a thread, wait for the last replies, and exit the process. Returns at once.
-
-    A model has no other way to report a lost engine to Triton. The launcher restarts the process.
-    """
+    Triton offers no other way to report a lost engine. The launcher restarts the process."""
 
     def take_steps() -> None:
         for step in steps:

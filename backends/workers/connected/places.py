@@ -85,9 +85,8 @@ class Regions:
             log.warning("the storage node's segment: %s", error)
 
     def _attach(self, info: NodeInfo) -> None:
-        assert self._number + 1 < REGIONS_MAX, "a storage node restarted too often"
-        self._number += 1
-        number = self._number
+        number = self._number = self._number + 1
+        assert number < REGIONS_MAX, "a storage node restarted too often"
         attached = self._host.attach(number, info.segment_path, info.segment_bytes, ATTACH_S_MAX)
         self._regions[info.incarnation] = AttachedSegment(number, attached)
 
@@ -188,8 +187,7 @@ class PlacedLoader(KvLoader):
         with self._regions.lock:
             slots = {page: self._slots[page] for page in pages if page in self._slots}
         for page in pages[whole:]:
-            copy = slots[page].copy if page in slots else None
-            if copy is not None:
+            if page in slots and (copy := slots[page].copy):
                 (is_here,) = super()._read_whole([copy], [page])
                 self.forget([page])
                 del slots[page]

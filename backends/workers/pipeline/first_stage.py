@@ -1,11 +1,11 @@
 """Stage 0 of a pipeline group, the driver of a prefill worker. It owns all requests of the group.
 
-Stage 0 plans the steps, and allocates pages and slots for all stages. The page pools of all stages
-are equal, so page i holds the same tokens in each stage. Stage 0 computes its layers, and sends the
-plan of the step with the hidden states to the next stage. Steps are pipelined: while stage 1
-computes chunk i, stage 0 computes chunk i + 1. Each stage writes its layers of a block into the
-slot that stage 0 allocated, and sends the digests (checksums of the layers). Stage 0 commits the
-block when it has all digests. The last stage samples. Only stage 0 manages leases and replies.
+Stage 0 plans the steps, and allocates pages and slots for all stages. Page i holds the same tokens
+in each stage. Stage 0 computes its layers, and sends the plan of the step with the hidden states to
+the next stage. Steps are pipelined: while stage 1 computes chunk i, stage 0 computes chunk i + 1.
+Each stage writes its layers of a block into the block's slot, and sends the digests (checksums of
+the layers). Stage 0 commits the block when it has all digests. The last stage samples. Only stage 0
+manages leases and replies.
 
 If an epoch of the group ends (group.py), all requests fail with errors that make them resume on
 other workers. Pages that another stage may still use become free when the next epoch is complete.
@@ -17,6 +17,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
@@ -98,10 +100,7 @@ class PipelinePrefill(StagePrefill):
         now_s = time.monotonic()
         with self._worker.lock:
             lost = self._group.update_registered(workers) if workers is not None else ""
-            lost = lost or self._group.silence(now_s)
-            if not lost and (late := self._window.late(now_s)):
-                lost = self._group.end(late)
-            if lost:
+            if lost := lost or self._group.silence(now_s) or self._window.late(now_s):
                 self._broken(lost)
             if self._group.to_begin(now_s):
                 self._begin_epoch()
@@ -118,8 +117,10 @@ class PipelinePrefill(StagePrefill):
             self._worker.process.outbox.send(inbox, begins)
 
     def _broken(self, reason: str) -> None:
-        """Fail all requests, so that they resume on other workers. The caller holds the lock."""
+        """End the epoch, and fail all requests, so that they resume on other workers. The caller
+        holds the lock."""
         worker = self._worker
+        self._group.end(reason)
         name = f"{worker.process.worker_id}: pipeline group {self.config.pipeline_group}"
         log.warning("%s: %s; %d requests resume on other workers", name, reason, len(worker.jobs))
         in_flight = self._window.requests()
@@ -152,8 +153,7 @@ class PipelinePrefill(StagePrefill):
             self._worker.lock.notify_all()
 
     def _on_beat(self, beat: StageBeat) -> None:
-        was_whole = self._group.is_whole
-        now_s = time.monotonic()
+        was_whole, now_s = self._group.is_whole, time.monotonic()
         if lost := self._group.beat(beat.stage, beat.incarnation, beat.epoch, now_s):
             self._broken(lost)
         elif self._group.is_whole and not was_whole:
@@ -228,7 +228,7 @@ class PipelinePrefill(StagePrefill):
             step = StageStep(epoch, sent.number, plans)
             inbox = self._group.others[1]
             if not worker.process.outbox.send(inbox, step, hidden.data):
-                self._broken(self._group.end("stage 1 accepts no step"))
+                self._broken("stage 1 accepts no step")
 
     def _computed(self, message: StageComputed) -> None:
         step = self._window.computed(message.number)
@@ -273,11 +273,9 @@ class PipelinePrefill(StagePrefill):
     # -- leaving
 
     def leave(self, job: PrefillJob) -> None:
-        def left() -> None:
-            # A stage that has left the epoch may still compute in the pages, and write the slots.
-            self._worker.post(job, On.ENGINE_LEFT, self._group.is_whole)
-
-        self._window.behind(job, left)
+        # A stage that has left the epoch may still compute in the pages, and write the slots.
+        post = self._worker.post
+        self._window.behind(job, lambda: post(job, On.ENGINE_LEFT, self._group.is_whole))
 
     def park(self, pages: list[int]) -> None:
         if self._group.is_whole:  # again: all stages have ended the work of earlier epochs
@@ -304,12 +302,8 @@ class GroupLoader(KvLoader):
 def _plan(chunk: Chunk, job: PrefillJob, blocks: range, block_tokens: int) -> StageWork:
     put, last = job.put, None
     if chunk.is_last:
-        prompt_tokens = job.request.prompt_tokens
-        last = SampleInputs(
-            sampling=job.request.sampling,
-            prompt_ids=job.token_ids[:prompt_tokens].tobytes(),
-            output_ids=job.token_ids[prompt_tokens:].tobytes(),
-        )
+        prompt, output = np.split(job.token_ids, [job.request.prompt_tokens])
+        last = SampleInputs(job.request.sampling, prompt.tobytes(), output.tobytes())
     return StageWork(
         request_id=job.request_id,
         start=chunk.start,

@@ -1,10 +1,9 @@
 """Membership of a pipeline group at stage 0: the other stages, and whether all are ready. Pure.
 
-A group works in epochs. Stage 0 announces an epoch when every other stage is registered. Each stage
-ends its work of earlier epochs, and then sends heartbeats ("beats") with the new epoch. The group
-is complete (`is_whole`) when all stages send beats of this epoch. The epoch ends when a stage sends
-no beats, has a new incarnation, or has missed a step. All work of an ended epoch is void. Time is
-an argument, and the worker's lock guards the state.
+Stage 0 announces an epoch when every other stage is registered. Each stage ends its work of earlier
+epochs, and then sends heartbeats ("beats") with the new epoch. The group is complete (`is_whole`)
+when all stages do. The epoch ends when a stage sends no beats, has a new incarnation, or has missed
+a step. All work of an ended epoch is void. The worker's lock guards the state.
 """
 
 from __future__ import annotations
@@ -118,10 +117,8 @@ def is_of_group(info: WorkerInfo, own: WorkerInfo) -> bool:
 
 
 def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
-    """Conflicts between the settings of two stages of a group, with the remedy.
-
-    Fingerprints are not compared, because the directory rejects a worker whose fingerprint differs.
-    """
+    """Conflicts between the settings of two stages, with the remedy. The directory compares
+    fingerprints."""
     name = f"{other.worker_id} (stage {other.pipeline_stage} of {other.pipeline_group})"
     for field in ("pipeline_stages", "block_tokens", "pages_max", "context_tokens_max"):
         label = "pages of kv_bytes" if field == "pages_max" else field
@@ -135,15 +132,13 @@ def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
 def refuse_mistakes(own: WorkerInfo, workers: Sequence[WorkerInfo]) -> None:
     """Raise ConfigError with all conflicts between this stage and the registered stages.
 
-    Exception: if this worker is registered already, its config.pbtxt is being reloaded, and the
-    conflicts are only logged. Otherwise two stages that change together would reject each other.
+    If this worker is registered already, its config.pbtxt is being reloaded, and the conflicts are
+    only logged. Otherwise two stages that change together would reject each other.
     """
-    found = [
-        problem
-        for other in workers
-        if is_of_group(other, own) and other.worker_id != own.worker_id
-        for problem in mistakes(own, other)
+    others = [
+        info for info in workers if is_of_group(info, own) and info.worker_id != own.worker_id
     ]
+    found = [problem for other in others for problem in mistakes(own, other)]
     if not found:
         return
     lines = "\n".join(f"  - {line}" for line in found)

@@ -60,6 +60,7 @@ class StageWorker:
     ) -> None:
         self.config = config
         self._engine = engine = driver.engine
+        self.check = engine.pages.check  # asserts the invariants of the pages
         checkpoint = checkpoint_folder(config.checkpoint, repository)
         self._guides = Guides(lambda: Tokenizer.load(checkpoint), engine.vocabulary_tokens)
         self._newest_epoch = self._epoch = ""  # latest announced epoch; epoch of accepted steps
@@ -128,10 +129,6 @@ class StageWorker:
             oldest_step_s=self.process.watch.age_s(time.monotonic()),
         )
 
-    def check(self) -> None:
-        """Assert the invariants of the engine's pages."""
-        self._engine.pages.check()
-
     def close(self, timeout_s: float) -> None:
         """Leave the group, whose requests then resume on other workers."""
         self._is_closing, self._newest_epoch = True, ""
@@ -149,7 +146,7 @@ class StageWorker:
             self._newest_epoch = "" if self._is_closing else message.epoch
             self._tasks.put(functools.partial(self._begin, message))
         elif isinstance(message, ArrivedStep):
-            self._tasks.put(functools.partial(self._take, message.step, message.hidden))
+            self._tasks.put(functools.partial(self._take, *message))
         elif isinstance(message, StageStep):
             self._tasks.put(functools.partial(self._take, message, None))
         elif isinstance(message, PrefixWanted):

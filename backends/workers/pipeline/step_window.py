@@ -1,9 +1,9 @@
 """Stage 0's list of a pipeline group's steps in flight, and of prefixes being loaded. Pure.
 
-A step is over when the last stage has computed it, and all stages except 0 have reported that their
-layers are written. At most `stages + 1` steps are in computation: enough to keep all stages busy,
-but so few that an urgent prompt waits for few steps. Actions that must follow a request's last
-step, such as the release of its pages, are queued here. The worker's lock guards the state.
+A step is over when the last stage has computed it, and all stages except 0 have written their
+layers. At most `stages + 1` steps are in computation: enough to keep all stages busy, but so few
+that an urgent prompt waits for few steps. Actions that must follow a request's last step, such as
+the release of its pages, are queued here. The worker's lock guards the state.
 """
 
 from __future__ import annotations
@@ -134,10 +134,8 @@ class StepWindow:
         return loads or any(job is each for step in steps for _, each, _ in step.parts)
 
     def late(self, now_s: float) -> str:
-        """An error text about a step or load past its time limit; "" if there is none.
-
-        Without the limit, pages would never be free if a stage hangs or a message is lost.
-        """
+        """An error text about a step or load past its time limit, because a stage hangs or a
+        message is lost; "" if there is none."""
         for step in self._steps.values():
             if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):
                 return f"step {step.number} is not computed in time"
