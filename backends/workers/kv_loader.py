@@ -35,9 +35,7 @@ class KvLoader:
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         """Read block i of `copies` into pages[i]; in a pipeline stage only the stage's layers.
-
-        Returns the number of leading blocks that arrived.
-        """
+        Returns the number of leading blocks that arrived."""
         if not copies:
             return 0
         arrived = self._read_whole(copies, pages[: len(copies)])

@@ -425,17 +425,14 @@ class CallLimits:
         yield from request.sampling.problems(
             SamplingLimits(request.prompt_tokens, context, self.vocabulary_tokens)
         )
+        for field in ("fetch_blocks", "near_blocks", "stream_interval"):
+            if (value := getattr(request, field, 0)) < 0:
+                yield f"{field} is {value}; use 0 or more"
         inboxes = [request.reply_inbox]
         if isinstance(request, PrefillRequest):
             inboxes.append(request.decode_inbox)
-            if request.fetch_blocks < 0:
-                yield f"fetch_blocks is {request.fetch_blocks}; use 0 or more"
-            if request.near_blocks < 0:
-                yield f"near_blocks is {request.near_blocks}; use 0 or more"
             if not 0 <= request.reserve_tokens <= context:
                 yield f"reserve_tokens is {request.reserve_tokens}; use 0 to {context}"
-        elif request.stream_interval < 0:
-            yield f"stream_interval is {request.stream_interval}; use 0 or more"
         for inbox in inboxes:
             if inbox and not inbox.startswith(self.inboxes):
                 yield f"{inbox!r} is not an inbox of this deployment"

@@ -94,10 +94,8 @@ class StepWatch:
     def is_busy(self, now_s: float, busy: bool, predicted_s: float = 0.0) -> None:
         """For an engine that reports no steps. While it is busy, the start time does not change."""
         step = self._step
-        if not busy:
-            self._step = None
-        else:
-            self._step = step[0] if step is not None else now_s, predicted_s
+        began_s = step[0] if step is not None else now_s
+        self._step = (began_s, predicted_s) if busy else None
 
     def progressed(self, now_s: float) -> None:
         """For an engine that reports no steps: it has made progress, so its next step begins."""

@@ -167,8 +167,7 @@ class PlacedLoader(KvLoader):
         return self._regions.place(incarnation, {p: (copy, at) for p, copy, at in found if at})
 
     def save_into(self, slots: Mapping[int, Slot]) -> set[int]:
-        """Let the engine save these pages into slots (page -> slot). Returns the pages for which it
-        can."""
+        """Let the engine save pages into slots (page -> slot). Returns the pages that it can."""
         incarnation, blocks = self._store.slots_in_place(list(slots.values()))
         found = zip(slots, blocks, strict=True)
         return self._regions.place(incarnation, {page: (None, at) for page, at in found if at})

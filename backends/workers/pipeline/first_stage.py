@@ -170,10 +170,8 @@ class PipelinePrefill(StagePrefill):
         self, copies: Sequence[Copy], pages: Sequence[int], load_own: LoadCopies
     ) -> int:
         """Load block i of `copies` into pages[i] in all stages; `load_own` does it in this one.
-
         Returns the number of leading blocks that arrived in all stages. Raises WorkerGone or
-        WorkerUnavailable if a stage does not reply.
-        """
+        WorkerUnavailable if a stage does not reply."""
         with self._worker.lock:
             if not self._group.is_whole:
                 raise WorkerGone(self._group.missing())
