@@ -2,8 +2,8 @@
 
 An arrival is expected from the first announced layer until its request is submitted. If the request
 never comes (client disconnected, prefill failed), the arrival expires after `ttl_s`. Stopped and
-finished requests are remembered for `ttl_s`, so that late messages reserve no pages for them. Not
-thread-safe: the decode worker's lock guards it.
+finished requests are remembered for `ttl_s`, so that late messages reserve no pages for them. The
+decode worker's lock guards the state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from backends.workers.protocol import BlockRef
 class Arrival:
     """The pages of one request, and which of its KV has been read into them."""
 
-    request_id: str
     pages: list[int]  # pages[i] is for block i; empty until the request is admitted
     layers_of: dict[int, set[int]] = field(default_factory=dict)  # block -> layers in its page
     # Block -> (node, slot, generation) from which its layers were read.
@@ -59,14 +58,13 @@ class Arrivals:
         return self._arrivals.get(request_id)
 
     def expect(self, request_id: str, now_s: float) -> None:
-        self._arrivals[request_id] = Arrival(request_id, [], since_s=now_s)
+        self._arrivals[request_id] = Arrival([], since_s=now_s)
 
     def give_pages(self, request_id: str, pages: list[int]) -> None:
         """Set the pages of an arrival. Creates the arrival if its request was never announced."""
-        self._arrivals.setdefault(request_id, Arrival(request_id, [])).pages = pages
+        self._arrivals.setdefault(request_id, Arrival([])).pages = pages
 
     def pop(self, request_id: str) -> Arrival | None:
-        """Remove and return the arrival. None: there is none."""
         return self._arrivals.pop(request_id, None)
 
     def refuse(self, request_id: str, now_s: float) -> None:

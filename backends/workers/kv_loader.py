@@ -35,9 +35,7 @@ class KvLoader:
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         """Read block i of `copies` into pages[i]; in a pipeline stage only the stage's layers.
-
-        Returns the number of leading blocks that arrived.
-        """
+        Returns the number of leading blocks that arrived."""
         if not copies:
             return 0
         arrived = self._read_whole(copies, pages[: len(copies)])
@@ -105,9 +103,8 @@ class KvLoader:
     def load_rest(self, arrival: Arrival, refs: Sequence[BlockRef]) -> list[int]:
         """Read all blocks that are not in their pages. Returns the indices of missing blocks.
 
-        A block counts as missing if an earlier read may still write its page, because that read
-        could overwrite verified KV. If any block is missing for this reason, no block is read, and
-        the result has only such blocks.
+        If an earlier read may still write some of the pages, it could overwrite verified KV. Then
+        the blocks of these pages count as missing, and no block is read.
         """
         late = self.pending_pages()
         gone = [ref.index for ref in refs if arrival.pages[ref.index] in late]
@@ -123,31 +120,24 @@ class KvLoader:
         """Called with released pages. For subclasses that keep records of pages."""
 
     def refuse_late(self, pages: Sequence[int]) -> None:
-        """Raise StoreLost if a read past its deadline may still write into these pages.
-
-        Such a read could overwrite KV that is computed in the pages.
-        """
+        """Raise StoreLost if a read past its deadline could overwrite KV in these pages."""
         if late := self.pending_pages().intersection(pages):
             raise StoreLost(f"a read past its deadline may still write {len(late)} of the pages")
 
     def pending_pages(self) -> set[int]:
         """Pages that a transfer past its deadline may still write."""
-        return {
-            page
-            for span in self._store.pending_offsets(self._pool)
-            for page in range(
-                span.offset_bytes // self._pages.page_bytes,
-                (span.offset_bytes + span.length_bytes - 1) // self._pages.page_bytes + 1,
-            )
-        }
+        pages, page_bytes = set[int](), self._pages.page_bytes
+        for span in self._store.pending_offsets(self._pool):
+            last_byte = span.offset_bytes + span.length_bytes - 1
+            pages.update(range(span.offset_bytes // page_bytes, last_byte // page_bytes + 1))
+        return pages
 
 
 class PageGuard:
     """Releases pages to the pool only when no transfer can write them any more.
 
-    A transfer past its deadline may still write into its pages later (NIXL cannot revoke access).
-    Such pages wait in this object until the store reports the end of the transfer. Not thread-safe:
-    the worker's lock guards this object and the page pool.
+    A transfer past its deadline may still write into its pages (NIXL cannot revoke access). Such
+    pages wait until the store reports the end of the transfer. The worker's lock guards the state.
     """
 
     def __init__(
@@ -156,8 +146,7 @@ class PageGuard:
         pending_pages: Callable[[], set[int]],
         forget: Callable[[Sequence[int]], None] = lambda pages: None,
     ) -> None:
-        """`pending_pages` returns the pages that transfers past their deadline may still write.
-        `forget` is called with released pages."""
+        """`pending_pages`, `forget`: as in KvLoader."""
         self._pool = pool
         self._forget = forget
         self._pending_pages = pending_pages
@@ -165,8 +154,7 @@ class PageGuard:
         self._leaving: set[int] = set()  # pages of ended requests that are not released yet
 
     def leave(self, pages: Sequence[int]) -> None:
-        """Record that the pages' request has ended. The caller calls `release` later, after the
-        last access to the pages."""
+        """Record that the pages' request has ended. `release` follows after the last access."""
         self._leaving.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:

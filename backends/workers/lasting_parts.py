@@ -1,19 +1,19 @@
 """Parts of a worker that outlive a change of its role: clients of store and directory, outbox.
 
-A worker that changes its role gets a new incarnation (worker_process.py). It keeps its engine, and
-the parts here, which are slow to create or belong to the engine's memory. For example, the page
-pool stays registered for transfers, and the rates of reads from the store nodes stay known.
+They are slow to create, or belong to the engine's memory. For example, the page pool stays
+registered for transfers, and the rates of reads from the store nodes stay known.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 from backends.config_pbtxt import WorkerConfig, checkpoint_folder
+from backends.engine.interface import ServingEngine
 from backends.errors import ConfigError
 from backends.workers.driver import Driver
 from backends.workers.protocol import open_outbox
@@ -37,9 +37,7 @@ class LastingParts:
         engine = driver.engine
         self.can_flip = can_flip
         self.config = config
-        self.context_tokens_max = _context_tokens_max(
-            config, engine.context_tokens_max, engine.pages.pages_max, folder
-        )
+        self.context_tokens_max = _context_tokens_max(config, engine, folder.name)
         print_fields = (engine.model_id, engine.weights_id, engine.layout, engine.tp_shape)
         self.directory = DirectoryClient(os.environ["MOONCAKE_DIRECTORY"])
         self.fingerprint = kv_layout.fingerprint(*print_fields)
@@ -56,14 +54,12 @@ class LastingParts:
         self.outbox = open_outbox()
         self.started_at_s = time.time()
         self.has_joined = False  # True after the first registration, in any role
-        self._paths: tuple[dict[str, float], dict[str, float]] | None = None
 
+    @functools.cached_property
     def paths(self) -> tuple[dict[str, float], dict[str, float]]:
-        """({node: bytes per second}, {node: seconds of a small read}). The first call measures."""
-        if self._paths is None:
-            rates = self.store.measure_rates(MEASURE_S_MAX)
-            self._paths = rates, self.store.latencies_s()  # from the same measurement
-        return self._paths
+        """({node: bytes per second}, {node: seconds of a small read}). The first use measures."""
+        rates = self.store.measure_rates(MEASURE_S_MAX)
+        return rates, self.store.latencies_s()  # from the same measurement
 
     def close(self) -> None:
         self.outbox.close()
@@ -71,15 +67,13 @@ class LastingParts:
         self.directory.close()
 
 
-def _context_tokens_max(config: WorkerConfig, allowed: int, pages_max: int, folder: Path) -> int:
-    """Most tokens of prompt and output. Raises ConfigError if the setting is above `allowed`.
-
-    `allowed`: tokens of the model's context, or of the KV memory if it is smaller.
-    """
-    wanted, kv_tokens = config.context_tokens_max, pages_max * config.block_tokens
+def _context_tokens_max(config: WorkerConfig, engine: ServingEngine, model: str) -> int:
+    """Most tokens of prompt and output. Raises ConfigError if the setting is too large."""
+    wanted, kv_tokens = config.context_tokens_max, engine.pages.pages_max * config.block_tokens
+    allowed = engine.context_tokens_max  # of the model, or of the KV memory if it is smaller
     is_kv_short = kv_tokens <= allowed
     if wanted > allowed:
-        what = "the KV memory" if is_kv_short else folder.name
+        what = "the KV memory" if is_kv_short else model
         remedy = "raise kv_bytes or lower it" if is_kv_short else "lower it or leave it 0"
         raise ConfigError(
             f"context_tokens_max is {wanted}, but {what} allows {allowed} tokens; {remedy}"

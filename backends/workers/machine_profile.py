@@ -8,6 +8,7 @@ do not disturb the measurement. Later workers read the saved file. Delete it to 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -70,10 +71,8 @@ def measure(driver: Driver[Any, Any], role: str) -> MachineProfile:
 
 
 def cpu_model() -> str:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()

@@ -26,45 +26,36 @@ LASTING = (
 
 def prefill(page: MetricPage, worker: PrefillWorker, now_s: float) -> None:
     report = worker.report()
-    common(page, worker.process, report, now_s)
-    waiting = report.queue_requests - report.running
-    page.gauge("mooncake_requests_waiting", waiting, now_s)
-    page.gauge("mooncake_requests_running", report.running, now_s)
+    common(page, worker.process, report, report.queue_requests - report.running, now_s)
     page.gauge("mooncake_queue_tokens", report.queue_tokens, now_s)
 
 
 def decode(page: MetricPage, worker: DecodeWorker, now_s: float) -> None:
     report = worker.report()
-    common(page, worker.process, report, now_s)
-    page.gauge("mooncake_requests_waiting", report.queue_requests, now_s)
-    page.gauge("mooncake_requests_running", report.running, now_s)
+    common(page, worker.process, report, report.queue_requests, now_s)
     page.gauge("mooncake_context_tokens", report.context_tokens, now_s)
     page.counter_to("mooncake_output_tokens_total", worker.tokens_generated)
 
 
-def common(page: MetricPage, process: WorkerProcess, report: WorkerReport, now_s: float) -> None:
+def common(
+    page: MetricPage, process: WorkerProcess, report: WorkerReport, waiting: int, now_s: float
+) -> None:
+    """`waiting`: number of requests that wait for pages or a slot."""
     page.take(process.observations)
+    page.gauge("mooncake_requests_waiting", waiting, now_s)
+    page.gauge("mooncake_requests_running", report.running, now_s)
     info = process.info
-    page.gauge(
-        "mooncake_worker_info",
-        1,
-        now_s,
-        role=info.role,
-        node=info.node_id,
-        fingerprint=info.fingerprint,
-        block_tokens=str(info.block_tokens),
-    )
-    page.gauge("mooncake_start_time_seconds", process.started_at_s, now_s)
+    labels = {"role": info.role, "node": info.node_id, "fingerprint": info.fingerprint}
+    page.gauge("mooncake_worker_info", 1, now_s, block_tokens=str(info.block_tokens), **labels)
+    page.gauge("mooncake_start_time_seconds", process.parts.started_at_s, now_s)
     page_bytes = info.block_bytes  # a page is a block (docs/decisions/0002)
     used_pages = process.engine.pages.used_pages  # including pages of ended requests
     page.gauge("mooncake_pages_used", used_pages, now_s)
     page.gauge("mooncake_pages_max", info.pages_max, now_s)
     page.gauge("mooncake_kv_bytes_used", used_pages * page_bytes, now_s)
     page.gauge("mooncake_kv_bytes_max", info.pages_max * page_bytes, now_s)
-    page.counter_to(
-        "mooncake_kv_occupation_byte_seconds_total",
-        process.occupation.page_seconds(now_s) * page_bytes,
-    )
+    byte_seconds = process.occupation.page_seconds(now_s) * page_bytes
+    page.counter_to("mooncake_kv_occupation_byte_seconds_total", byte_seconds)
     page.counter_to("mooncake_steps_total", process.steps.steps)
     page.counter_to("mooncake_step_seconds_total", process.steps.total_s)
     page.gauge("mooncake_step_age_seconds", report.oldest_step_s, now_s)
@@ -85,12 +76,9 @@ def transfers(page: MetricPage, process: WorkerProcess, now_s: float) -> None:
             labels = {"transport": transport, "direction": direction}
             page.counter_to("mooncake_transfers_total", number, **labels)
             page.counter_to("mooncake_transfer_bytes_total", moved, **labels)
+        failures = counted.failures + counted.timeouts
         page.counter_to("mooncake_transfer_seconds_total", counted.seconds, transport=transport)
-        page.counter_to(
-            "mooncake_transfer_failures_total",
-            counted.failures + counted.timeouts,
-            transport=transport,
-        )
+        page.counter_to("mooncake_transfer_failures_total", failures, transport=transport)
     for nic, moved in process.store.nic_counters().items():
         page.counter_to("mooncake_nic_bytes_total", moved.read_bytes, nic=nic, direction="read")
         page.counter_to("mooncake_nic_bytes_total", moved.write_bytes, nic=nic, direction="write")

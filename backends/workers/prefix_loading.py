@@ -1,9 +1,8 @@
 """Finds the cached prefix of a prompt, fetches it to the local node, and loads it into pages.
 
-The conductor decides how many blocks may be fetched from other nodes, and from which node
-(Algorithm 1 of the Mooncake paper). Each block is fetched from the named node, else from the
-conductor's second choice, else from any node that has a copy. A block that no node sends is a cache
-miss: the prefix becomes shorter, and the request does not fail.
+The conductor decides how many blocks may be fetched, and from which node (Algorithm 1 of the
+Mooncake paper). Each block is fetched from that node, else from the conductor's second choice, else
+from any node that has a copy. A block that no node sends is a cache miss, and shortens the prefix.
 
 For layer-wise prefill the blocks are only located here (`trace`). They are loaded into the layer
 ring buffers, one layer at a time (prefill_worker.py). `SingleFlight` prevents two prompts of one
@@ -90,8 +89,8 @@ class PrefixLoading:
     ) -> LoadedPrefix:
         """Fetch the allowed blocks to the local node, then read all local blocks into `pages`.
 
-        Leading blocks on the local node's SSD are always restored, because that is mostly faster
-        than computing. `allowed.blocks` counts the blocks after them.
+        Leading blocks on the local SSD are always restored, which is mostly faster than computing.
+        `allowed.blocks` counts the blocks after them.
         """
         before = len(found.local)
         found, from_node = self._fetch(keys, found, allowed, owner)
@@ -122,9 +121,8 @@ class PrefixLoading:
                     if copy.node_id != self.node_id:  # a local block may follow a remote one
                         from_node[copy.node_id] += copy.size_bytes
                 return LayeredPrefix(copies, len(wanted), from_node, digests)
-        before, fetched_from = len(found.local), dict[str, int]()
-        if wanted:
-            found, fetched_from = self._fetch(keys, found, allowed, owner)
+        before = len(found.local)
+        found, fetched_from = self._fetch(keys, found, allowed, owner)
         digests = self._known_digests(found.local)
         blocks = len(digests)
         return LayeredPrefix(found.local[:blocks], max(0, blocks - before), fetched_from, digests)
@@ -183,21 +181,16 @@ class PrefixLoading:
 
     def _has_others(self, found: Sequence[Sequence[Copy]]) -> bool:
         """True if one of these blocks has copies on two or more remote nodes."""
-        local = self.node_id
-        return any(
-            len({copy.node_id.removesuffix(SSD_SUFFIX) for copy in copies} - {local}) > 1
-            for copies in found
-        )
+        nodes_of = ({c.node_id.removesuffix(SSD_SUFFIX) for c in copies} for copies in found)
+        return any(len(nodes - {self.node_id}) > 1 for nodes in nodes_of)
 
 
 class SingleFlight:
     """Single-flight deduplication of missing blocks: one prompt of the worker produces each block.
 
-    Otherwise all prompts of a burst with one new prefix would compute or fetch that prefix. The
-    first prompt *leads* the blocks that it lacks: it computes or fetches them. A prompt whose next
-    missing block has another leader waits until the block is in the store, and then looks its
-    prefix up again. Waiting prompts lead no block, so there is no cyclic wait. Pure. The worker's
-    lock guards the state.
+    A prompt *leads* the blocks that it computes or fetches first. A prompt whose next missing block
+    has another leader waits until the block is in the store, and then looks its prefix up again.
+    Waiting prompts lead no block, so there is no cyclic wait. The worker's lock guards the state.
     """
 
     def __init__(self) -> None:

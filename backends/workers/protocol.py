@@ -4,12 +4,11 @@
 are a tensor, all other fields one MessagePack string. `CallLimits` validates them in the worker.
 
 *Messages* go over ZeroMQ to the inbox of one process. While a config.pbtxt reloads, two processes
-serve the same model name, so a name would not identify the receiver. Messages stop a request,
-announce handed-over layers, stream tokens (token_streams.py), and report which requests are alive.
-They also carry the steps of a pipeline group: prefill workers that each compute some of the layers.
-Messages may be lost. An announcement only saves time, a stop is sent again, and a gap in the tokens
-is detected. A pipeline group starts a new epoch (pipeline/group.py). An inbox drops messages
-without the secret that the processes of one launch or deployment share (launch_secret.py).
+serve the same model name, so a name would not identify the receiver. Messages may be lost. An
+announcement only saves time, a stop is sent again, and a gap in the tokens is detected
+(token_streams.py). A pipeline group, prefill workers that each compute some of the layers, starts a
+new epoch (pipeline/group.py). An inbox drops messages without the secret that the processes of one
+launch or deployment share (launch_secret.py).
 
 Not here: the store's protocol (mooncake_store/wire/directory_protocol.py).
 """
@@ -19,6 +18,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -58,11 +58,8 @@ class BlockRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
-    """Compute the KV of input_ids and sample one token.
-
-    The first `prompt_tokens` of input_ids are the prompt. If the request resumes after a lost
-    attempt, the output tokens that the client already has follow the prompt.
-    """
+    """Compute the KV of input_ids and sample one token. In a request that resumes after a lost
+    attempt, the output tokens that the client already has follow the prompt in input_ids."""
 
     request_id: str  # of this attempt; a further attempt has another id
     prompt_tokens: int  # 1 <= prompt_tokens <= len(input_ids)
@@ -72,8 +69,7 @@ class PrefillRequest(msgspec.Struct, frozen=True, tag="prefill"):
     decode_inbox: str  # inbox of the decode worker for LayersReady; "": announce no layers
     reply_inbox: str  # inbox of the frontend for a FirstToken before the reply; "": send none
     reserve_tokens: int  # KV tokens for which the decode worker reserves pages
-    # Queue order key minus arrival time, in s (conductor/queue_order.py).
-    place_s: float = 0.0
+    place_s: float = 0.0  # queue order key minus arrival time (conductor/queue_order.py)
     is_resumed: bool = False  # True after a lost attempt: a full queue accepts the request anyway
     # Source nodes of the fetch: the conductor's choice, then its second choice. A block that these
     # nodes lack or fail to send is fetched from any other node that has it.
@@ -215,10 +211,8 @@ class Tokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag="first"):
-    """The first token of a prompt whose KV is not stored yet (prefill worker -> frontend).
-
-    Sent only if the token cannot end the output.
-    """
+    """The first token of a prompt whose KV is not stored yet (prefill worker -> frontend). Sent
+    only if the token cannot end the output."""
 
     request_id: str
     token_id: int
@@ -234,10 +228,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
 
 
 class GroupBegins(msgspec.Struct, frozen=True, tag="group"):
-    """An epoch of a pipeline group begins (stage 0 -> each other pipeline stage).
-
-    The stage finishes or drops all work of earlier epochs, and then sends StageBeat.
-    """
+    """An epoch of a pipeline group begins (stage 0 -> each other pipeline stage). The receiver
+    finishes or drops all work of earlier epochs, and then sends StageBeat."""
 
     epoch: str  # also in every later message of this epoch; messages of other epochs are dropped
     first_inbox: str  # inbox of stage 0
@@ -322,30 +314,17 @@ class StageWritten(msgspec.Struct, frozen=True, tag="written"):
     errors: list[str]  # of each chunk; "" if it succeeded
 
 
-@dataclass(frozen=True, slots=True)
-class ArrivedStep:
+class ArrivedStep(NamedTuple):
     """A received step with its attached hidden states."""
 
     step: StageStep
     hidden: memoryview
 
 
-WorkerMessage = (
-    LayersReady
-    | Stop
-    | DrainWorker
-    | TakeRole
-    | Tokens
-    | FirstToken
-    | Heartbeat
-    | GroupBegins
-    | StageBeat
-    | PrefixWanted
-    | PrefixLoaded
-    | StageStep
-    | StageComputed
-    | StageWritten
-)
+RequestMessage = LayersReady | Stop | Tokens | FirstToken | Heartbeat
+StepMessage = StageStep | StageComputed | StageWritten
+GroupMessage = GroupBegins | StageBeat | PrefixWanted | PrefixLoaded | StepMessage
+WorkerMessage = RequestMessage | DrainWorker | TakeRole | GroupMessage
 WorkerInbox = Inbox[WorkerMessage]
 WorkerOutbox = Outbox[WorkerMessage]
 decode_message = msgspec.msgpack.Decoder(WorkerMessage).decode  # raises msgspec.DecodeError
@@ -404,12 +383,11 @@ def open_inbox(
     listen = address
     if (listening_host := os.environ.get(LISTEN_VARIABLE)) and address.startswith("tcp://"):
         listen = f"tcp://{listening_host}:{address.rpartition(':')[2]}"
-    secret = launch_secret.secret_of_launch()
     return Inbox(
         address,
         decode_message,
         on_messages,
-        secret,
+        launch_secret.secret_of_launch(),
         listen=listen,
         attach=attached,  # type: ignore[arg-type]
         message_bytes_max=message_bytes_max,
@@ -422,11 +400,8 @@ def open_outbox() -> WorkerOutbox:
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """Limits on the calls that a worker accepts.
-
-    The frontend has validated the request already. The worker validates again, because a value that
-    the engine cannot handle would fail all requests of a batch.
-    """
+    """Limits on the calls that a worker accepts. The frontend has validated the request already.
+    The worker validates again, because an invalid value would fail all requests of a batch."""
 
     context_tokens_max: int  # largest number of prompt and output tokens
     vocabulary_tokens: int
@@ -450,17 +425,14 @@ class CallLimits:
         yield from request.sampling.problems(
             SamplingLimits(request.prompt_tokens, context, self.vocabulary_tokens)
         )
+        for field in ("fetch_blocks", "near_blocks", "stream_interval"):
+            if (value := getattr(request, field, 0)) < 0:
+                yield f"{field} is {value}; use 0 or more"
         inboxes = [request.reply_inbox]
         if isinstance(request, PrefillRequest):
             inboxes.append(request.decode_inbox)
-            if request.fetch_blocks < 0:
-                yield f"fetch_blocks is {request.fetch_blocks}; use 0 or more"
-            if request.near_blocks < 0:
-                yield f"near_blocks is {request.near_blocks}; use 0 or more"
             if not 0 <= request.reserve_tokens <= context:
                 yield f"reserve_tokens is {request.reserve_tokens}; use 0 to {context}"
-        elif request.stream_interval < 0:
-            yield f"stream_interval is {request.stream_interval}; use 0 or more"
         for inbox in inboxes:
             if inbox and not inbox.startswith(self.inboxes):
                 yield f"{inbox!r} is not an inbox of this deployment"

@@ -1,17 +1,15 @@
 """Durations of an engine's steps, and detection of a hung step. Pure.
 
 `recent_s` is an exponential mean of the last few steps. `speed` corrects the estimates of the
-machine profile (machine_profile.py). It is the ratio of measured to estimated time, a mean over
-about as many steps as a short output has. A limit on the time between tokens applies to the mean
-step of an output, so it is checked with `speed`. The few steps before a request arrives may be
-slower than the mean, because the request's prefill used the same machine.
+machine profile (machine_profile.py): the mean ratio of measured to estimated time, over about as
+many steps as a short output has. A limit on the time between tokens is checked with `speed`. The
+few steps before a request arrives may be slower, because its prefill used the same machine.
 
 An empty batch resets `recent_s`, because the steps of a large batch do not predict the steps of a
 small one. `speed` does not depend on the batch, so an empty batch only reduces its weight.
 
 A step is hung if it takes more than HUNG_RATIO times its predicted time, and more than HUNG_S_MIN.
-Without this check, a worker with a hung engine would report for ever. If the watching thread does
-not run for a while, this time does not count, because the whole process was stopped.
+If the watching thread does not run for a while, this time does not count.
 
 Not here: the exit of a process with a hung step (worker_process.py).
 """
@@ -96,10 +94,8 @@ class StepWatch:
     def is_busy(self, now_s: float, busy: bool, predicted_s: float = 0.0) -> None:
         """For an engine that reports no steps. While it is busy, the start time does not change."""
         step = self._step
-        if not busy:
-            self._step = None
-        else:
-            self._step = step[0] if step is not None else now_s, predicted_s
+        began_s = step[0] if step is not None else now_s
+        self._step = (began_s, predicted_s) if busy else None
 
     def progressed(self, now_s: float) -> None:
         """For an engine that reports no steps: it has made progress, so its next step begins."""
@@ -116,8 +112,7 @@ class StepWatch:
         if now_s - self._looked_s > GAP_S_MAX:
             self._watched_since_s = now_s
         self._looked_s = now_s
-        step = self._step
-        if step is None:
+        if (step := self._step) is None:
             return False
         began_s, predicted_s = step
         return now_s - max(began_s, self._watched_since_s) > limit_s(predicted_s)

@@ -76,7 +76,6 @@ class WorkerProcess:
         self.directory, self.store = self.parts.directory, self.parts.store
         self.outbox, self.fingerprint = self.parts.outbox, self.parts.fingerprint
         self.context_tokens_max = self.parts.context_tokens_max
-        self.started_at_s = self.parts.started_at_s
         self.observations = Observations()
         self._on_message = on_message
         self.inbox = open_inbox(
@@ -84,13 +83,10 @@ class WorkerProcess:
             self._on_messages,
             driver.message_bytes_max,
         )
-        profile = machine_profile.load_or_measure(
-            driver, role, config.threads, Path(os.environ["MOONCAKE_STATE"])
-        )
         has_layers = isinstance(config, PrefillConfig) and config.layerwise
         # Layer ring buffers; None: chunked prefill for every prompt.
         self.rings = driver.rings if has_layers and self.store.keeps_digests else None
-        self.info = self._info(role, slots_max, profile)
+        self.info = self._info(role, slots_max)
         self.call_limits = CallLimits(
             self.context_tokens_max, self.engine.vocabulary_tokens, inbox_prefixes()
         )
@@ -107,14 +103,13 @@ class WorkerProcess:
         self.self_check = SelfCheck(check, is_switched_on())
         self._is_closing = threading.Event()
         self._reporter = threading.Thread(target=self._report_loop, name="reports", daemon=True)
-        self._watcher = threading.Thread(target=self._watch_loop, name="watch", daemon=True)
 
-    def _info(
-        self, role: str, slots_max: int, profile: machine_profile.MachineProfile
-    ) -> WorkerInfo:
-        """The worker's registration. Measures rates and latencies of reads from the store nodes."""
+    def _info(self, role: str, slots_max: int) -> WorkerInfo:
+        """The worker's registration. Measures the engine, and reads from the store nodes."""
         config, layout, parts = self.config, self.engine.layout, self.parts
-        rates, latencies_s = parts.paths()
+        state = Path(os.environ["MOONCAKE_STATE"])
+        profile = machine_profile.load_or_measure(self.driver, role, config.threads, state)
+        rates, latencies_s = parts.paths
         return WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -153,7 +148,7 @@ class WorkerProcess:
         """Register, and start the reports. Raises an error if the directory rejects the worker."""
         self.directory.register_worker(self.info)
         self._reporter.start()
-        self._watcher.start()
+        threading.Thread(target=self._watch_loop, name="watch", daemon=True).start()
         # The launcher looks for the second text in the log, before Triton logs that the model is
         # loaded (backends/launcher/repository.py). The first text must not match in this search.
         word = "has another role on node" if self.parts.has_joined else "serves on node"
@@ -181,9 +176,7 @@ class WorkerProcess:
 
     def lose(self, reason: str) -> None:
         """Deregister, fail the jobs so that they resume on other workers, and exit the process.
-
-        Does not take the lock that guards the jobs, because a hung thread may hold the lock.
-        """
+        Takes no lock that guards the jobs, because a hung thread may hold it."""
         if self.is_lost:
             return
         self.is_lost = True
@@ -203,15 +196,15 @@ class WorkerProcess:
                     self.lose(f"{name} has been under way for {watch.age_s(now_s):.0f} s")
                     return
 
-    def report_now(self) -> None:
-        """Report at once. Raises StoreError."""
-        self.directory.worker_report(self._make_report())
+    def report_now(self) -> bool:
+        """Report at once. False: this worker is not registered. Raises StoreError."""
+        return self.directory.worker_report(self._make_report())
 
     def _report_loop(self) -> None:
         while not self._is_closing.wait(REPORT_S):
             self._reporting.began(time.monotonic())
             try:
-                if not self.directory.worker_report(self._make_report()):
+                if not self.report_now():
                     log.warning("the directory has no registration of this worker: registering")
                     self.directory.register_worker(self.info)
             except StoreError as error:
@@ -231,41 +224,39 @@ class WorkerProcess:
         self._heartbeat_s = now_s
         by_inbox: dict[str, list[str]] = defaultdict(list)
         for request_id, job in list(self.jobs.items()):
-            by_inbox[job.request.reply_inbox].append(request_id)
+            if inbox := job.request.reply_inbox:
+                by_inbox[inbox].append(request_id)
         for inbox, request_ids in by_inbox.items():
-            if inbox:
-                self.outbox.send(inbox, Heartbeat(self.incarnation, request_ids))
+            self.outbox.send(inbox, Heartbeat(self.incarnation, request_ids))
 
 
 class LeaseKeeper:
     """Renews the leases of the worker's requests. `owner`: a request id. Thread-safe.
 
-    A restarted directory has lost all leases. If the directory has no lease to renew, `renew_due`
-    looks the blocks up, which leases them again. Otherwise a block could be evicted before its use.
+    A restarted directory has lost all leases. So if there is no lease to renew, `renew_due` looks
+    the blocks up, which leases them again.
     """
 
     def __init__(self, store: WorkerStore, lease_s: float) -> None:
         self._store = store
         self._lease_s = lease_s
-        self._due_s: dict[str, float] = {}  # request -> time of the next renewal
-        self._keys: dict[str, Sequence[bytes]] = {}  # request -> its block keys
+        # Request -> (time of the next renewal, block keys).
+        self._held: dict[str, tuple[float, Sequence[bytes]]] = {}
         self._renewing: set[str] = set()  # requests being renewed; `release` removes them
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._due_s)
+        return len(self._held)
 
     def hold(self, owner: str, now_s: float, keys: Sequence[bytes] = ()) -> None:
         """Renew the leases of `owner` from now on. `keys`: block keys of the leased blocks."""
         with self._lock:
-            self._due_s[owner] = now_s + self._lease_s / 3
-            self._keys[owner] = keys
+            self._held[owner] = now_s + self._lease_s / 3, keys
 
     def drop(self, owner: str) -> None:
         """Stop renewing the leases of `owner`, which stay until they are released or expire."""
         with self._lock:
-            self._due_s.pop(owner, None)
-            self._keys.pop(owner, None)
+            self._held.pop(owner, None)
 
     def release(self, owner: str) -> None:
         """Release the leases of `owner`. If the directory does not answer, the leases expire."""
@@ -280,13 +271,12 @@ class LeaseKeeper:
     def renew_due(self, now_s: float) -> None:
         """Renew all leases that are due. After a StoreError, the next try is in lease_s / 3."""
         with self._lock:
-            due = [owner for owner, due_s in self._due_s.items() if due_s <= now_s]
-            for owner in due:
-                self._due_s[owner] = now_s + self._lease_s / 3
-            keys_of = {owner: self._keys[owner] for owner in due}
-        for owner, keys in keys_of.items():
+            due = [(owner, keys) for owner, (due_s, keys) in self._held.items() if due_s <= now_s]
+            for owner, keys in due:
+                self._held[owner] = now_s + self._lease_s / 3, keys
+        for owner, keys in due:
             with self._lock:
-                if owner not in self._due_s:
+                if owner not in self._held:
                     continue
                 self._renewing.add(owner)
             try:
@@ -302,10 +292,7 @@ class LeaseKeeper:
 
 def end_process(*steps: Callable[[], None]) -> None:
     """Run `steps` in a thread, wait for the last replies, and exit the process. Returns at once.
-
-    A model has no other way to report a lost engine to Triton. The launcher restarts the process.
-    """
-    is_done = threading.Event()
+    Triton offers no other way to report a lost engine. The launcher restarts the process."""
 
     def take_steps() -> None:
         for step in steps:
@@ -313,12 +300,12 @@ def end_process(*steps: Callable[[], None]) -> None:
                 step()
             except Exception:  # Catch all: the process exits in any case
                 log.exception("a step before the exit failed")
-        is_done.set()
 
     def end() -> None:
-        is_done.wait(STEPS_S_MAX)
-        threading.Event().wait(LAST_WORDS_S)
+        last_steps.join(STEPS_S_MAX)
+        time.sleep(LAST_WORDS_S)
         os._exit(1)
 
+    last_steps = threading.Thread(target=take_steps, name="last-steps", daemon=True)
+    last_steps.start()
     threading.Thread(target=end, name="end", daemon=True).start()
-    threading.Thread(target=take_steps, name="last-steps", daemon=True).start()

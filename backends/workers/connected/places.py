@@ -1,14 +1,14 @@
 """Where the blocks of a request are on this host while the engine's processes may copy them.
 
-Each page of a request is a page of the staging pool. Exception: if its block is in a slot of the
-local storage node, the ranks copy directly out of the slot. The ranks map the node's segment as a
-*region*, one for each incarnation of the node. Attaching a region takes long, because every page of
-it is locked. Until then, or if it fails, blocks go through the pool. The region of a dead node is
-detached when no page refers to it, because the next incarnation may need the memory.
+Blocks go through pages of the staging pool. Exception: a block in a slot of the local storage node
+is copied directly out of the slot. The ranks map the node's segment as a *region*, one for each
+incarnation of the node. Attaching a region takes long, because every page of it is locked. Until
+then, or if it fails, blocks go through the pool. The region of a dead node is detached when no page
+refers to it, because the next incarnation may need the memory.
 
-What a prompt computes is saved directly into slots too. They are allocated before the prompt is
-submitted, and the worker takes the digests there. Without free slots, KV goes through the pool. So
-does what decode generates, because a block has a key, and so a slot, only when it is full.
+A prompt's KV is saved directly into slots too, which are allocated before the prompt is submitted.
+Without free slots, KV goes through the pool. So do tokens of decode, because a block has a key, and
+so a slot, only when it is full.
 
 A slot must belong to the request until its last copy has ended, so the leases end after that
 (lifecycle/). The ranks check whether it did.
@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -51,10 +49,8 @@ class InSlot(NamedTuple):
     block: PlacedBlock
 
 
-@dataclass(slots=True)
-class AttachedSegment:
+class AttachedSegment(NamedTuple):
     number: int
-    incarnation: str  # of the local node
     attached: Future[None]
 
     @property
@@ -68,78 +64,68 @@ class Regions:
     def __init__(self, host: ConnectorHost, store: WorkerStore) -> None:
         self._host = host
         self._store = store
-        self._lock = threading.Lock()
-        self._regions: dict[str, AttachedSegment] = {}  # by incarnation
-        self._used: Counter[int] = Counter()  # pages that refer to a region
+        self.lock = threading.Lock()  # guards `slots` and the regions
+        self.slots: dict[int, InSlot] = {}  # by page
+        self._regions: dict[str, AttachedSegment] = {}  # by incarnation of the node
         self._number = POOL
 
     def look(self) -> None:
         """Attach a new incarnation of the node, and detach unused ones. Called at every turn."""
         now = self._store.mapped_node
         try:
-            with self._lock:
-                self._change_to(now)
+            with self.lock:
+                for incarnation, region in list(self._regions.items()):
+                    is_over = now is None or incarnation != now.incarnation
+                    if is_over and region.attached.done() and not self._is_used(region):
+                        del self._regions[incarnation]
+                        self._host.detach(region.number)
+                if now is not None and now.incarnation not in self._regions:
+                    self._attach(now)
         except ChannelError as error:
             log.warning("the storage node's segment: %s", error)
 
-    def _change_to(self, now: NodeInfo | None) -> None:
-        over = [
-            region
-            for region in self._regions.values()
-            if region.attached.done()
-            and not self._used[region.number]
-            and (now is None or region.incarnation != now.incarnation)
-        ]
-        for region in over:
-            del self._regions[region.incarnation]
-            self._host.detach(region.number)
-        if now is not None and now.incarnation not in self._regions:
-            self._attach(now)
-
     def _attach(self, info: NodeInfo) -> None:
-        assert self._number + 1 < REGIONS_MAX, "a storage node restarted too often"
-        self._number += 1
-        number = self._number
+        number = self._number = self._number + 1
+        assert number < REGIONS_MAX, "a storage node restarted too often"
         attached = self._host.attach(number, info.segment_path, info.segment_bytes, ATTACH_S_MAX)
-        self._regions[info.incarnation] = AttachedSegment(number, info.incarnation, attached)
+        self._regions[info.incarnation] = AttachedSegment(number, attached)
 
-        def said(future: Future[None]) -> None:
+        def report(future: Future[None]) -> None:
+            name = f"node_id={info.node_id}"
             if error := future.exception():
-                log.warning(
-                    "blocks of node_id=%s go through the staging pool: %s", info.node_id, error
-                )
+                log.warning("blocks of %s go through the staging pool: %s", name, error)
             else:
-                log.info("node_id=%s is copied from and to directly", info.node_id)
+                log.info("%s is copied from and to directly", name)
 
-        attached.add_done_callback(said)
+        attached.add_done_callback(report)
 
     @property
     def is_open(self) -> bool:
         """True if a segment can be copied from directly."""
-        with self._lock:
+        with self.lock:
             return any(region.is_there for region in self._regions.values())
 
-    def use(self, incarnation: str, pages: int) -> int | None:
-        """Count `pages` users of the incarnation's region. None: it is not attached."""
-        with self._lock:
+    def _is_used(self, region: AttachedSegment) -> bool:
+        return any(slot.region == region.number for slot in self.slots.values())
+
+    def place(
+        self, incarnation: str, found: Mapping[int, tuple[Copy | None, PlacedBlock]]
+    ) -> set[int]:
+        """Record the slots of these pages. Returns the pages, or none without their region."""
+        with self.lock:
             region = self._regions.get(incarnation)
             if region is None or not region.is_there:
-                return None
-            self._used[region.number] += pages
-            return region.number
+                return set()
+            for page, (copy, block) in found.items():
+                assert page not in self.slots, page
+                self.slots[page] = InSlot(region.number, incarnation, copy, block)
+        return set(found)
 
-    def unuse(self, region: int, pages: int = 1) -> None:
-        with self._lock:
-            self._used[region] -= pages
-            assert self._used[region] >= 0, f"region {region} is used {self._used[region]} times"
-            if not self._used[region]:
-                del self._used[region]
-
-    def check(self, in_slots: Counter[int]) -> None:
-        with self._lock:
-            assert self._used == in_slots, (self._used, in_slots)
+    def check(self) -> None:
+        with self.lock:
             numbers = {region.number for region in self._regions.values()}
-            assert set(self._used) <= numbers, "a region that is used was let go"
+            used = {slot.region for slot in self.slots.values()}
+            assert used <= numbers, f"of the used regions {used} some were let go: {numbers}"
 
 
 class PlacedLoader(KvLoader):
@@ -155,79 +141,60 @@ class PlacedLoader(KvLoader):
     ) -> None:
         super().__init__(store, pages, pool, deadline_s)
         self._regions = regions
-        self._slots: dict[int, InSlot] = {}  # by page
-        self._places = threading.Lock()
+        self._slots = regions.slots
 
     def _read_whole(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
         self.forget(pages)
         here = self._leave(copies, pages)
-        rest = [index for index, is_here in enumerate(here) if not is_here]
-        if rest:
-            arrived = super()._read_whole(
-                [copies[index] for index in rest], [pages[index] for index in rest]
-            )
-            for index, is_here in zip(rest, arrived, strict=True):
-                here[index] = is_here
-        return here
+        if rest := {p: copy for p, copy in zip(pages, copies, strict=True) if p not in here}:
+            arrived = super()._read_whole(list(rest.values()), list(rest))
+            here.update(page for page, is_here in zip(rest, arrived, strict=True) if is_here)
+        return [page in here for page in pages]
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
         arrived = super().load_copies(copies, pages)
         self.forget(pages[arrived:])  # these blocks will be computed
         return arrived
 
-    def _leave(self, copies: Sequence[Copy], pages: Sequence[int]) -> list[bool]:
-        """For each copy, whether it is in a slot that the ranks can read."""
-        nothing = [False] * len(copies)
+    def _leave(self, copies: Sequence[Copy], pages: Sequence[int]) -> set[int]:
+        """The pages whose copies stay in slots, because the ranks can read these."""
         if not self._regions.is_open:
-            return nothing
+            return set()
         incarnation, blocks = self._store.verify_in_place(copies, self._deadline_s)
         if not any(blocks):
-            return nothing
-        region = self._regions.use(incarnation, sum(block is not None for block in blocks))
-        if region is None:
-            return nothing
-        with self._places:
-            for page, copy, block in zip(pages, copies, blocks, strict=True):
-                if block is not None:
-                    self._slots[page] = InSlot(region, incarnation, copy, block)
-        return [block is not None for block in blocks]
+            return set()
+        found = zip(pages, copies, blocks, strict=True)
+        return self._regions.place(incarnation, {p: (copy, at) for p, copy, at in found if at})
 
     def save_into(self, slots: Mapping[int, Slot]) -> set[int]:
-        """Let the engine save these pages into slots (page -> slot). Returns the pages for which it
-        can."""
-        incarnation, found = self._store.slots_in_place(list(slots.values()))
-        blocks = {page: at for page, at in zip(slots, found, strict=True) if at is not None}
-        region = self._regions.use(incarnation, len(blocks)) if blocks else None
-        if region is None:
-            return set()
-        with self._places:
-            for page, block in blocks.items():
-                assert page not in self._slots, page
-                self._slots[page] = InSlot(region, incarnation, None, block)
-        return set(blocks)
+        """Let the engine save pages into slots (page -> slot). Returns the pages that it can."""
+        incarnation, blocks = self._store.slots_in_place(list(slots.values()))
+        found = zip(slots, blocks, strict=True)
+        return self._regions.place(incarnation, {page: (None, at) for page, at in found if at})
 
     def is_in_slots(self, pages: Sequence[int]) -> bool:
-        with self._places:
+        with self._regions.lock:
             return any(page in self._slots for page in pages)
 
     def places(self, pages: Sequence[int], whole: int) -> tuple[list[int], tuple[SlotUse, ...]]:
         """(place of each block, used slots) for a `Stage`. The first `whole` blocks are only read.
         The others get more tokens, so they are copied to the pool.
 
-        Raises KvMissing if a block is gone. A block that was read early may have lost its lease
-        before its request came. After a `Stage` this would end the engine.
+        Raises KvMissing if a block is gone, because its request came after its lease had ended.
+        After a `Stage`, a missing block would end the engine.
         """
-        with self._places:
+        with self._regions.lock:
             slots = {page: self._slots[page] for page in pages if page in self._slots}
         for page in pages[whole:]:
-            copy = slots[page].copy if page in slots else None
-            if copy is not None:
+            if page in slots and (copy := slots[page].copy):
                 (is_here,) = super()._read_whole([copy], [page])
                 self.forget([page])
                 del slots[page]
                 if not is_here:
                     raise KvMissing("the last block that was handed over is gone")
-        self._refuse_gone([slot for slot in slots.values() if slot.copy is not None])
+        for slot in slots.values():
+            if slot.copy and not self._store.is_in_place(slot.incarnation, slot.block):
+                raise KvMissing("a block was given away in its slot before its request came")
         page_bytes = self._pages.page_bytes
         found, uses = [], []
         for index, page in enumerate(pages):
@@ -240,18 +207,8 @@ class PlacedLoader(KvLoader):
                 found.append(place_of(POOL, page * page_bytes))
         return found, tuple(uses)
 
-    def _refuse_gone(self, slots: Sequence[InSlot]) -> None:
-        for slot in slots:
-            if not self._store.is_in_place(slot.incarnation, slot.block):
-                raise KvMissing("a block was given away in its slot before its request came")
-
     def forget(self, pages: Sequence[int]) -> None:
         """The slots of these pages are not read any more. Pages of the pool are ignored."""
-        with self._places:
-            gone = [self._slots.pop(page) for page in pages if page in self._slots]
-        for slot in gone:
-            self._regions.unuse(slot.region)
-
-    def check(self) -> None:
-        with self._places:
-            self._regions.check(Counter(slot.region for slot in self._slots.values()))
+        with self._regions.lock:
+            for page in pages:
+                self._slots.pop(page, None)

@@ -1,11 +1,11 @@
 """Stage 0 of a pipeline group, the driver of a prefill worker. It owns all requests of the group.
 
-Stage 0 plans the steps, and allocates pages and slots for all stages. The page pools of all stages
-are equal, so page i holds the same tokens in each stage. Stage 0 computes its layers, and sends the
-plan of the step with the hidden states to the next stage. Steps are pipelined: while stage 1
-computes chunk i, stage 0 computes chunk i + 1. Each stage writes its layers of a block into the
-slot that stage 0 allocated, and sends the digests (checksums of the layers). Stage 0 commits the
-block when it has all digests. The last stage samples. Only stage 0 manages leases and replies.
+Stage 0 plans the steps, and allocates pages and slots for all stages. Page i holds the same tokens
+in each stage. Stage 0 computes its layers, and sends the plan of the step with the hidden states to
+the next stage. Steps are pipelined: while stage 1 computes chunk i, stage 0 computes chunk i + 1.
+Each stage writes its layers of a block into the block's slot, and sends the digests (checksums of
+the layers). Stage 0 commits the block when it has all digests. The last stage samples. Only stage 0
+manages leases and replies.
 
 If an epoch of the group ends (group.py), all requests fail with errors that make them resume on
 other workers. Pages that another stage may still use become free when the next epoch is complete.
@@ -31,7 +31,7 @@ from backends.workers.lifecycle.events import On
 from backends.workers.pipeline import group
 from backends.workers.pipeline.group import PipelineGroup
 from backends.workers.pipeline.stage_prefill import StagePrefill
-from backends.workers.pipeline.step_window import PrefixLoad, SentStep, StepWindow
+from backends.workers.pipeline.step_window import SentStep, StepWindow
 from backends.workers.prefill_worker import PrefillWorker
 from backends.workers.protocol import (
     GroupBegins,
@@ -50,10 +50,10 @@ from mooncake_store.client.worker_store import WorkerStore
 from mooncake_store.errors import StoreError
 from mooncake_store.layout import PageLayout, blocks_touched
 from mooncake_store.records.blocks import Copy
-from mooncake_store.records.membership import WorkerInfo
 
 log = logging.getLogger(__name__)
 LOOK_S = 0.5  # interval of checks of the group
+LoadCopies = Callable[[Sequence[Copy], Sequence[int]], int]  # as KvLoader.load_copies
 
 
 class PipelinePrefill(StagePrefill):
@@ -85,26 +85,22 @@ class PipelinePrefill(StagePrefill):
         """Supervise the group, in its own thread, because a step may occupy the engine's thread."""
         while not self._is_closed.wait(LOOK_S):
             try:
-                self._look(self._registered(), time.monotonic())
+                self._look()
             except Exception:  # Catch all: the group must stay supervised
                 if self._worker.is_closing:  # the directory client may be closed already
                     return
                 log.exception("supervising pipeline group %s", self.config.pipeline_group)
 
-    def _registered(self) -> Sequence[WorkerInfo] | None:
+    def _look(self) -> None:
         try:
-            return self._worker.process.directory.workers()
+            workers = self._worker.process.directory.workers()
         except StoreError as error:
             log.debug("the registered workers are unknown: %s", error)
-            return None
-
-    def _look(self, workers: Sequence[WorkerInfo] | None, now_s: float) -> None:
+            workers = None
+        now_s = time.monotonic()
         with self._worker.lock:
             lost = self._group.update_registered(workers) if workers is not None else ""
-            lost = lost or self._group.silence(now_s)
-            if not lost and (late := self._window.late(now_s)):
-                lost = self._group.end(late)
-            if lost:
+            if lost := lost or self._group.silence(now_s) or self._window.late(now_s):
                 self._broken(lost)
             if self._group.to_begin(now_s):
                 self._begin_epoch()
@@ -121,8 +117,10 @@ class PipelinePrefill(StagePrefill):
             self._worker.process.outbox.send(inbox, begins)
 
     def _broken(self, reason: str) -> None:
-        """Fail all requests, so that they resume on other workers. The caller holds the lock."""
+        """End the epoch, and fail all requests, so that they resume on other workers. The caller
+        holds the lock."""
         worker = self._worker
+        self._group.end(reason)
         name = f"{worker.process.worker_id}: pipeline group {self.config.pipeline_group}"
         log.warning("%s: %s; %d requests resume on other workers", name, reason, len(worker.jobs))
         in_flight = self._window.requests()
@@ -155,8 +153,7 @@ class PipelinePrefill(StagePrefill):
             self._worker.lock.notify_all()
 
     def _on_beat(self, beat: StageBeat) -> None:
-        was_whole = self._group.is_whole
-        now_s = time.monotonic()
+        was_whole, now_s = self._group.is_whole, time.monotonic()
         if lost := self._group.beat(beat.stage, beat.incarnation, beat.epoch, now_s):
             self._broken(lost)
         elif self._group.is_whole and not was_whole:
@@ -167,28 +164,28 @@ class PipelinePrefill(StagePrefill):
     # -- loading a prompt's prefix
 
     def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
-        return GroupLoader(store, pages, self.engine.kv_pool, deadline_s, self)
+        return GroupLoader(self, store, pages, deadline_s)
 
-    def begin_load(self, copies: Sequence[Copy], pages: Sequence[int]) -> PrefixLoad:
-        """Let all other stages load block i of `copies` into pages[i]. Raises WorkerGone."""
-        worker, stages = self._worker, range(1, self.config.pipeline_stages)
-        with worker.lock:
+    def load_copies(
+        self, copies: Sequence[Copy], pages: Sequence[int], load_own: LoadCopies
+    ) -> int:
+        """Load block i of `copies` into pages[i] in all stages; `load_own` does it in this one.
+        Returns the number of leading blocks that arrived in all stages. Raises WorkerGone or
+        WorkerUnavailable if a stage does not reply."""
+        with self._worker.lock:
             if not self._group.is_whole:
                 raise WorkerGone(self._group.missing())
             late_s = time.monotonic() + 2 * self.config.transfer_s_max + HUNG_S_MIN
-            load = self._window.wanted(pages, stages, late_s)
+            load = self._window.wanted(pages, late_s)
             wanted = PrefixWanted(self._group.epoch, load.number, list(copies), list(pages))
             for inbox in self._group.others.values():
-                worker.process.outbox.send(inbox, wanted)
-        return load
-
-    def end_load(self, load: PrefixLoad) -> int:
-        """Number of leading blocks that all other stages have loaded. Raises WorkerUnavailable."""
+                self._worker.process.outbox.send(inbox, wanted)
+        loaded = load_own(copies, pages)
         with self._worker.lock:
             self._worker.lock.wait_for(lambda: load.is_over, 2 * self.config.transfer_s_max)
             if not load.is_here:
                 raise WorkerUnavailable("another stage has not loaded the cached prefix")
-            return load.blocks
+            return min(loaded, load.blocks)
 
     def start(self, job: PrefillJob) -> None:
         """Queue the allocation of slots for all stages, then ENGINE_READY."""
@@ -211,17 +208,15 @@ class PipelinePrefill(StagePrefill):
         batch, finished, on_layer = self._prepare(chunks, jobs)
         hidden = self.engine.forward_stage(batch, None, on_layer)
         worker.process.steps.took(time.monotonic() - started_s)
-        parts = zip(chunks, jobs, finished, strict=True)
-        plans = [_plan(chunk, job, blocks, self._block_tokens) for chunk, job, blocks in parts]
+        parts = list(zip(chunks, jobs, finished, strict=True))
+        plans = [_plan(*part, self._block_tokens) for part in parts]
         predicted_s = sum(worker.estimate.seconds(c.tokens, c.start) for c in chunks)
         with worker.lock:
             if self._group.epoch != epoch or not self._group.is_whole:
                 return  # the epoch has ended, and the step's requests have failed
             sent = SentStep(
                 number=self._window.next_number,
-                chunks=chunks,
-                jobs=jobs,
-                finished=finished,
+                parts=parts,
                 started_s=started_s,
                 sent_s=time.monotonic(),
                 predicted_s=predicted_s,
@@ -231,15 +226,14 @@ class PipelinePrefill(StagePrefill):
             step = StageStep(epoch, sent.number, plans)
             inbox = self._group.others[1]
             if not worker.process.outbox.send(inbox, step, hidden.data):
-                self._broken(self._group.end("stage 1 accepts no step"))
+                self._broken("stage 1 accepts no step")
 
     def _computed(self, message: StageComputed) -> None:
         step = self._window.computed(message.number)
         if step is None:
             return
         now_s = time.monotonic()
-        step.token_ids = message.token_ids
-        for index, (chunk, job) in enumerate(zip(step.chunks, step.jobs, strict=True)):
+        for index, (chunk, job, _) in enumerate(step.parts):
             if job.computing_from_s is None:
                 job.computing_from_s = step.started_s
             job.compute_s += now_s - max(step.started_s, job.computed_at_s)
@@ -257,16 +251,17 @@ class PipelinePrefill(StagePrefill):
         step = self._window.written(message.number, message.stage)
         if step is None:
             return
-        for index, job in enumerate(step.jobs):
-            if message.errors[index]:
+        answers = zip(step.parts, message.errors, message.digests, strict=True)
+        for (_, job, _), error, digests in answers:
+            if error:
                 job.put.has_late_write = True
-                worker.fail(job, WorkerUnavailable(message.errors[index]))
-            elif message.digests[index]:
-                worker.writer.add_digests(job.put, message.digests[index])
+                worker.fail(job, WorkerUnavailable(error))
+            elif digests:
+                worker.writer.add_digests(job.put, digests)
         if not step.is_over:
             return
-        for index, (chunk, job) in enumerate(zip(step.chunks, step.jobs, strict=True)):
-            if blocks := step.finished[index]:
+        for chunk, job, blocks in step.parts:
+            if blocks:
                 worker.writer.blocks_done(job.put, blocks)
                 worker.settle_behind(job, blocks)
             if chunk.is_last:
@@ -276,11 +271,9 @@ class PipelinePrefill(StagePrefill):
     # -- leaving
 
     def leave(self, job: PrefillJob) -> None:
-        def left() -> None:
-            # A stage that has left the epoch may still compute in the pages, and write the slots.
-            self._worker.post(job, On.ENGINE_LEFT, self._group.is_whole)
-
-        self._window.behind(job, left)
+        # A stage that has left the epoch may still compute in the pages, and write the slots.
+        post = self._worker.post
+        self._window.behind(job, lambda: post(job, On.ENGINE_LEFT, self._group.is_whole))
 
     def park(self, pages: list[int]) -> None:
         if self._group.is_whole:  # again: all stages have ended the work of earlier epochs
@@ -293,36 +286,22 @@ class GroupLoader(KvLoader):
     """Loads a prefix in all stages of the group."""
 
     def __init__(
-        self,
-        store: WorkerStore,
-        pages: PageLayout,
-        pool: np.ndarray,
-        deadline_s: float,
-        driver: PipelinePrefill,
+        self, driver: PipelinePrefill, store: WorkerStore, pages: PageLayout, deadline_s: float
     ) -> None:
-        super().__init__(store, pages, pool, deadline_s)
+        super().__init__(store, pages, driver.engine.kv_pool, deadline_s)
         self._driver = driver
 
     def load_copies(self, copies: Sequence[Copy], pages: Sequence[int]) -> int:
-        """As KvLoader. Returns the number of leading blocks that arrived in all stages.
-
-        Raises WorkerGone or WorkerUnavailable if a stage does not reply.
-        """
         if not copies:
             return 0
-        load = self._driver.begin_load(copies, pages[: len(copies)])
-        return min(super().load_copies(copies, pages), self._driver.end_load(load))
+        return self._driver.load_copies(copies, pages[: len(copies)], super().load_copies)
 
 
 def _plan(chunk: Chunk, job: PrefillJob, blocks: range, block_tokens: int) -> StageWork:
     put, last = job.put, None
     if chunk.is_last:
-        prompt_tokens = job.request.prompt_tokens
-        last = SampleInputs(
-            sampling=job.request.sampling,
-            prompt_ids=job.token_ids[:prompt_tokens].tobytes(),
-            output_ids=job.token_ids[prompt_tokens:].tobytes(),
-        )
+        prompt, output = np.split(job.token_ids, [job.request.prompt_tokens])
+        last = SampleInputs(job.request.sampling, prompt.tobytes(), output.tobytes())
     return StageWork(
         request_id=job.request_id,
         start=chunk.start,

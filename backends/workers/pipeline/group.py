@@ -1,10 +1,9 @@
 """Membership of a pipeline group at stage 0: the other stages, and whether all are ready. Pure.
 
-A group works in epochs. Stage 0 announces an epoch when every other stage is registered. Each stage
-ends its work of earlier epochs, and then sends heartbeats ("beats") with the new epoch. The group
-is complete (`is_whole`) when all stages send beats of this epoch. The epoch ends when a stage sends
-no beats, has a new incarnation, or has missed a step. All work of an ended epoch is void. Time is
-an argument, and the worker's lock guards the state.
+Stage 0 announces an epoch when every other stage is registered. Each stage ends its work of earlier
+epochs, and then sends heartbeats ("beats") with the new epoch. The group is complete (`is_whole`)
+when all stages do. The epoch ends when a stage sends no beats, has a new incarnation, or has missed
+a step. All work of an ended epoch is void. The worker's lock guards the state.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ BEGIN_AGAIN_S = 1.0  # interval between two announcements of an epoch
 class GroupStage:
     """A registered stage other than stage 0."""
 
-    worker_id: str
-    incarnation: str
-    inbox: str
+    info: WorkerInfo
     epoch: str = ""  # epoch of the stage's latest beat; "": in no epoch
     beat_s: float = float("-inf")  # time of the stage's latest beat (monotonic)
 
@@ -45,18 +42,14 @@ class PipelineGroup:
     @property
     def others(self) -> dict[int, str]:
         """Number of each registered stage except 0 -> its inbox."""
-        return {number: self._stages[number].inbox for number in sorted(self._stages)}
+        return {number: self._stages[number].info.inbox for number in sorted(self._stages)}
 
     def missing(self) -> str:
         """The error text for a group that is not complete, with the missing stages."""
-        ready = {
-            n for n, stage in self._stages.items() if stage.epoch and stage.epoch == self.epoch
-        }
+        ready = {n for n, stage in self._stages.items() if stage.epoch == self.epoch != ""}
         numbers = ", ".join(str(n) for n in range(1, self.stages) if n not in ready)
-        return (
-            f"pipeline group {self._own.pipeline_group} is not complete: it waits for stage "
-            f"{numbers}"
-        )
+        name = f"pipeline group {self._own.pipeline_group}"
+        return f"{name} is not complete: it waits for stage {numbers}"
 
     def update_registered(self, workers: Sequence[WorkerInfo]) -> str:
         """Update the stages. Returns "", or the reason if the update ends the epoch."""
@@ -68,20 +61,19 @@ class PipelineGroup:
             and not list(mistakes(self._own, info))
         }
         lost = ""
-        for number in list(self._stages):
+        for number, stage in list(self._stages.items()):
             info = found.get(number)
-            if info is None or info.incarnation != self._stages[number].incarnation:
+            if info is None or info.incarnation != stage.info.incarnation:
                 del self._stages[number]
                 lost = f"stage {number} has left or was restarted"
         for number, info in found.items():
-            if number not in self._stages:
-                self._stages[number] = GroupStage(info.worker_id, info.incarnation, info.inbox)
+            self._stages.setdefault(number, GroupStage(info))
         return self.end(lost) if lost else ""
 
     def beat(self, number: int, incarnation: str, epoch: str, now_s: float) -> str:
         """Record a stage's beat. Returns "", or the reason if the beat ends the epoch."""
         stage = self._stages.get(number)
-        if stage is None or stage.incarnation != incarnation:
+        if stage is None or stage.info.incarnation != incarnation:
             return ""
         stage.beat_s, stage.epoch = now_s, epoch
         if self.is_whole and epoch != self.epoch:
@@ -125,17 +117,11 @@ def is_of_group(info: WorkerInfo, own: WorkerInfo) -> bool:
 
 
 def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
-    """Conflicts between the settings of two stages of a group, with the remedy.
-
-    Fingerprints are not compared, because the directory rejects a worker whose fingerprint differs.
-    """
+    """Conflicts between the settings of two stages, with the remedy. The directory compares
+    fingerprints."""
     name = f"{other.worker_id} (stage {other.pipeline_stage} of {other.pipeline_group})"
-    for field, label in (
-        ("pipeline_stages", "pipeline_stages"),
-        ("block_tokens", "block_tokens"),
-        ("pages_max", "pages of kv_bytes"),
-        ("context_tokens_max", "context_tokens_max"),
-    ):
+    for field in ("pipeline_stages", "block_tokens", "pages_max", "context_tokens_max"):
+        label = "pages of kv_bytes" if field == "pages_max" else field
         ours, theirs = getattr(own, field), getattr(other, field)
         if ours != theirs:
             yield f"{label} is {ours}, that of {name} is {theirs}; use one value in all stages"
@@ -146,15 +132,13 @@ def mistakes(own: WorkerInfo, other: WorkerInfo) -> Iterator[str]:
 def refuse_mistakes(own: WorkerInfo, workers: Sequence[WorkerInfo]) -> None:
     """Raise ConfigError with all conflicts between this stage and the registered stages.
 
-    Exception: if this worker is registered already, its config.pbtxt is being reloaded, and the
-    conflicts are only logged. Otherwise two stages that change together would reject each other.
+    If this worker is registered already, its config.pbtxt is being reloaded, and the conflicts are
+    only logged. Otherwise two stages that change together would reject each other.
     """
-    found = [
-        problem
-        for other in workers
-        if is_of_group(other, own) and other.worker_id != own.worker_id
-        for problem in mistakes(own, other)
+    others = [
+        info for info in workers if is_of_group(info, own) and info.worker_id != own.worker_id
     ]
+    found = [problem for other in others for problem in mistakes(own, other)]
     if not found:
         return
     lines = "\n".join(f"  - {line}" for line in found)

@@ -1,9 +1,7 @@
 """A later stage of a pipeline group: computes its layers of each step after the stage before it.
 
-Stage 0 has the requests (first_stage.py). A step contains the pages of its tokens and the slots for
-their KV. A later stage writes its layers into these slots, and sends the digests (checksums of the
-layers) to stage 0, which commits the blocks. The last stage samples. Steps are numbered within an
-epoch. If a stage misses a number, the group starts a new epoch (group.py).
+Stage 0 describes the work of all stages (first_stage.py). Steps are numbered within an epoch. If a
+stage misses a number, the group starts a new epoch (group.py).
 
 Threads: the inbox queues steps, the engine's thread computes them in order, loaders read prefixes,
 the writer writes KV.
@@ -16,8 +14,8 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -27,7 +25,6 @@ from backends.engine.sampling import Drawn, draw
 from backends.errors import InvalidRequest, WorkerGone
 from backends.text.guides import Guides
 from backends.text.tokenizer import Tokenizer
-from backends.workers.kv_loader import KvLoader
 from backends.workers.kv_writer import BlockPut, KvWriter
 from backends.workers.pipeline import group
 from backends.workers.pipeline.stage_prefill import StagePrefill
@@ -37,7 +34,6 @@ from backends.workers.protocol import (
     GroupBegins,
     PrefixLoaded,
     PrefixWanted,
-    SampleInputs,
     StageBeat,
     StageComputed,
     StageStep,
@@ -53,7 +49,9 @@ from mooncake_store.records.membership import WorkerReport
 log = logging.getLogger(__name__)
 LOADERS = 2
 LATE_READ_WAIT_S = 0.05  # interval of checks whether a read past its deadline has ended
+LOADS_WAIT_S = 0.05  # interval of checks whether a stage that waits for its loads closes
 NO_TOKEN = Drawn(-1, None)
+NO_EPOCH = GroupBegins(epoch="", first_inbox="", next_inbox="", chunk_tokens=0)
 
 
 class StageWorker:
@@ -62,13 +60,13 @@ class StageWorker:
     ) -> None:
         self.config = config
         self._engine = engine = driver.engine
+        self.check = engine.pages.check  # asserts the invariants of the pages
         checkpoint = checkpoint_folder(config.checkpoint, repository)
         self._guides = Guides(lambda: Tokenizer.load(checkpoint), engine.vocabulary_tokens)
-        self._lock = threading.Condition()  # guards `_loads`, and is notified when a load ends
         self._newest_epoch = self._epoch = ""  # latest announced epoch; epoch of accepted steps
         self._expected = 0  # number of the next step
-        self._begins: GroupBegins | None = None  # of the latest joined epoch
-        self._loads = 0  # queued and running loads of prefixes
+        self._begins = NO_EPOCH  # of the latest joined epoch
+        self._loads: set[Future[None]] = set()  # queued and running loads of prefixes
         self._beating = threading.Lock()  # keeps heartbeats of two threads in order
         self._writing: dict[int, list[BlockPut]] = {}  # step number -> writes of the step
         self._is_closing = self._is_draining = False
@@ -90,7 +88,7 @@ class StageWorker:
         store.expect_threads(LOADERS)
         self._estimate = PrefillEstimate.of(self.process.info.prefill_coefficients)
         pages = PageLayout(engine.layout, engine.layers)
-        self._loader = KvLoader(store, pages, engine.kv_pool, config.transfer_s_max)
+        self._loader = driver.make_loader(store, pages, config.transfer_s_max)
         self._writer = KvWriter(
             store,
             pages,
@@ -108,10 +106,8 @@ class StageWorker:
 
     @property
     def _name(self) -> str:
-        return (
-            f"{self.process.worker_id} is stage {self.config.pipeline_stage} of pipeline group "
-            f"{self.config.pipeline_group}"
-        )
+        stage, name = self.config.pipeline_stage, self.config.pipeline_group
+        return f"{self.process.worker_id} is stage {stage} of pipeline group {name}"
 
     def submit(self, request: object, ids: object, client: object) -> None:
         raise WorkerGone(f"{self._name}: only stage 0 accepts requests")
@@ -120,7 +116,6 @@ class StageWorker:
         """Do nothing, because stage 0 sends no further chunks of a stopped request."""
 
     def report(self) -> WorkerReport:
-        now_s = time.monotonic()
         return WorkerReport(
             worker_id=self.process.worker_id,
             incarnation=self.process.incarnation,
@@ -131,18 +126,12 @@ class StageWorker:
             context_tokens=0,
             step_s=self.process.steps.recent_s,
             is_draining=self._is_closing or self._is_draining or self.process.is_lost,
-            oldest_step_s=self.process.watch.age_s(now_s),
+            oldest_step_s=self.process.watch.age_s(time.monotonic()),
         )
-
-    def check(self) -> None:
-        """Assert the invariants of the engine's pages."""
-        self._engine.pages.check()
 
     def close(self, timeout_s: float) -> None:
         """Leave the group, whose requests then resume on other workers."""
-        with self._lock:
-            self._is_closing, self._newest_epoch = True, ""
-            self._lock.notify_all()
+        self._is_closing, self._newest_epoch = True, ""
         self._tasks.put(self._lose_place)
         self._tasks.put(None)
         self._thread.join(timeout=timeout_s)
@@ -157,13 +146,13 @@ class StageWorker:
             self._newest_epoch = "" if self._is_closing else message.epoch
             self._tasks.put(functools.partial(self._begin, message))
         elif isinstance(message, ArrivedStep):
-            self._tasks.put(functools.partial(self._take, message.step, message.hidden))
+            self._tasks.put(functools.partial(self._take, *message))
         elif isinstance(message, StageStep):
             self._tasks.put(functools.partial(self._take, message, None))
         elif isinstance(message, PrefixWanted):
-            with self._lock:
-                self._loads += 1
-            self._loading.submit(self._load_prefix, message)
+            load = self._loading.submit(self._load_prefix, message)
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
         elif isinstance(message, DrainWorker):
             self._is_draining = message.is_on
 
@@ -179,13 +168,9 @@ class StageWorker:
         """Join an epoch when all work of earlier epochs has ended, so that no page is in use."""
         if begins.epoch != self._newest_epoch:
             return
-        if begins.chunk_tokens != self.config.chunk_tokens:
-            log.error(
-                "%s: chunk_tokens is %d, that of stage 0 is %d; use one value in all stages",
-                self._name,
-                self.config.chunk_tokens,
-                begins.chunk_tokens,
-            )
+        if (theirs := begins.chunk_tokens) != (own := self.config.chunk_tokens):
+            text = "%s: chunk_tokens is %d, that of stage 0 is %d; use one value in all stages"
+            log.error(text, self._name, own, theirs)
             return
         if begins.epoch != self._epoch:
             self._end_epoch()
@@ -194,11 +179,8 @@ class StageWorker:
         self._beat()
 
     def _end_epoch(self) -> None:
-        """Wait until no work of this epoch reads or writes any more.
-
-        `watch` supervises the wait like a step. If the wait hangs, the process exits and is
-        restarted. Otherwise the group would never become complete.
-        """
+        """Wait until no work of this epoch reads or writes any more. `watch` supervises the wait
+        like a step, so that a process whose wait hangs is restarted."""
         self._epoch = ""
         for puts in list(self._writing.values()):
             for put in puts:
@@ -208,8 +190,8 @@ class StageWorker:
             is_written = threading.Event()
             self._writer.mark(is_written)
             is_written.wait()
-            with self._lock:
-                self._lock.wait_for(lambda: not self._loads or self._is_closing)
+            while wait(list(self._loads), LOADS_WAIT_S).not_done and not self._is_closing:
+                pass
         finally:
             self.process.watch.ended()
         self._writing.clear()
@@ -219,10 +201,9 @@ class StageWorker:
         return self.report()
 
     def _beat(self) -> None:
-        if (begins := self._begins) is not None:
-            with self._beating:
-                beat = StageBeat(self._epoch, self.config.pipeline_stage, self.process.incarnation)
-                self.process.outbox.send(begins.first_inbox, beat)
+        stage, incarnation = self.config.pipeline_stage, self.process.incarnation
+        with self._beating:
+            self._answer(StageBeat(self._epoch, stage, incarnation))
 
     def _lose_place(self) -> None:
         self._epoch = ""
@@ -239,14 +220,12 @@ class StageWorker:
         # Stage 0 uses the pages after the answer, so a read past its deadline must end first.
         while self._loader.pending_pages().intersection(wanted.pages):
             time.sleep(LATE_READ_WAIT_S)
-        with self._lock:
-            self._loads -= 1
-            self._lock.notify_all()
         self._answer(PrefixLoaded(wanted.epoch, self.config.pipeline_stage, wanted.number, blocks))
 
     def _answer(self, message: WorkerMessage) -> None:
-        if (begins := self._begins) is not None:
-            self.process.outbox.send(begins.first_inbox, message)
+        """Send a message to stage 0, if this stage has joined an epoch."""
+        if inbox := self._begins.first_inbox:
+            self.process.outbox.send(inbox, message)
 
     # -- steps
 
@@ -254,12 +233,12 @@ class StageWorker:
         if step.epoch != self._epoch or step.epoch != self._newest_epoch:
             return
         if step.number != self._expected:
-            log.warning(
-                "%s: received step %d, expected %d", self._name, step.number, self._expected
-            )
+            numbers = step.number, self._expected
+            log.warning("%s: received step %d, expected %d", self._name, *numbers)
             self._lose_place()
             return
         self._expected += 1
+        self._writing[step.number] = puts = [_put(work) for work in step.works]
         if step.error or hidden is None:
             self._pass_on_failure(step, step.error or "the step has no hidden states")
             return
@@ -267,7 +246,7 @@ class StageWorker:
         started_s = time.monotonic()
         self.process.watch.began(started_s, predicted_s)
         try:
-            self._compute(step, np.frombuffer(hidden, np.uint8))
+            self._compute(step, np.frombuffer(hidden, np.uint8), puts)
         except Exception as error:  # Catch all: only the requests fail
             log.exception("a step of %s failed", self.process.worker_id)
             self._pass_on_failure(step, f"{self._name}: {error}")
@@ -275,72 +254,68 @@ class StageWorker:
             self.process.watch.ended()
             self.process.steps.took(time.monotonic() - started_s)
 
-    def _compute(self, step: StageStep, hidden: np.ndarray) -> None:
+    def _compute(self, step: StageStep, hidden: np.ndarray, puts: Sequence[BlockPut]) -> None:
         batch = [Work([0] * work.tokens, work.start, work.pages) for work in step.works]
-        self._writing[step.number] = puts = [_put(work) for work in step.works]
-        writer, begins = self._writer, self._begins
-        assert begins is not None, "a step before the group began"
 
         def on_layer(layer: int) -> None:
             for put in puts:
                 if put.slots:
-                    writer.layer_done(put, list(put.slots), layer)
+                    self._writer.layer_done(put, list(put.slots), layer)
 
-        if begins.next_inbox:
+        if next_inbox := self._begins.next_inbox:
             states = self._engine.forward_stage(batch, hidden, on_layer)
-            passed = StageStep(step.epoch, step.number, step.works)
-            if not self.process.outbox.send(begins.next_inbox, passed, states.data):
+            if not self.process.outbox.send(next_inbox, step, states.data):
                 self._lose_place()
         else:
             logits = self._engine.forward_last(batch, hidden, on_layer)
-            sampled = [
-                _sampled(work, row, self._guides)
-                for work, row in zip(step.works, logits, strict=True)
-            ]
-            computed = StageComputed(
-                epoch=step.epoch,
-                number=step.number,
-                token_ids=[drawn.token_id for drawn, _ in sampled],
-                errors=[error for _, error in sampled],
-                logprobs=[[drawn.logprobs] if drawn.logprobs else [] for drawn, _ in sampled],
-            )
-            self._answer(computed)
-        writer.mark(step)
-
-    def _on_mark(self, mark: StageStep | StageWritten | threading.Event) -> None:
-        """Report a step's writes to stage 0. Runs in the writer's thread, after the writes."""
-        if isinstance(mark, threading.Event):
-            mark.set()
-        elif isinstance(mark, StageWritten):
-            self._answer(mark)
-        else:
-            self._written(mark)
-
-    def _written(self, step: StageStep) -> None:
-        puts = self._writing.pop(step.number, [])
-        digests = [put.digests for put in puts]
-        errors = ["" if put.error is None else str(put.error) for put in puts]
-        stage = self.config.pipeline_stage
-        self._answer(StageWritten(step.epoch, stage, step.number, digests, errors))
+            rows = zip(step.works, logits, strict=True)
+            self._computed(step, [self._sampled(work, row) for work, row in rows])
+        self._writer.mark((step, ""))
 
     def _pass_on_failure(self, step: StageStep, error: str) -> None:
         """Report the failed step to the next stage, which must miss no number, and to stage 0."""
-        begins, chunks = self._begins, len(step.works)
-        assert begins is not None
-        if begins.next_inbox:
+        if next_inbox := self._begins.next_inbox:
             failed = StageStep(step.epoch, step.number, step.works, error)
-            self.process.outbox.send(begins.next_inbox, failed)
+            self.process.outbox.send(next_inbox, failed)
         else:
-            tokens, errors = [NO_TOKEN.token_id] * chunks, [error] * chunks
-            self._answer(StageComputed(step.epoch, step.number, tokens, errors))
-        written = StageWritten(
-            epoch=step.epoch,
-            stage=self.config.pipeline_stage,
-            number=step.number,
-            digests=[{} for _ in step.works],
-            errors=[error] * chunks,
-        )
-        self._writer.mark(written)
+            self._computed(step, [(NO_TOKEN, error)] * len(step.works))
+        self._writer.mark((step, error))
+
+    def _computed(self, step: StageStep, sampled: Sequence[tuple[Drawn, str]]) -> None:
+        """Report the last stage's (token, error) of each chunk to stage 0."""
+        token_ids = [drawn.token_id for drawn, _ in sampled]
+        errors = [error for _, error in sampled]
+        logprobs = [[drawn.logprobs] if drawn.logprobs else [] for drawn, _ in sampled]
+        self._answer(StageComputed(step.epoch, step.number, token_ids, errors, logprobs))
+
+    def _on_mark(self, mark: tuple[StageStep, str] | threading.Event) -> None:
+        """Report a step's writes to stage 0. Runs in the writer's thread, after the writes."""
+        if isinstance(mark, threading.Event):
+            mark.set()
+            return
+        step, error = mark
+        puts = self._writing.pop(step.number, [])
+        digests = [put.digests for put in puts]
+        errors = [error or str(put.error or "") for put in puts]
+        stage = self.config.pipeline_stage
+        self._answer(StageWritten(step.epoch, stage, step.number, digests, errors))
+
+    def _sampled(self, work: StageWork, logits: np.ndarray) -> tuple[Drawn, str]:
+        """(token, "") or (NO_TOKEN, error). An error must not fail other requests of the step."""
+        if (last := work.last) is None:
+            return NO_TOKEN, ""
+        prompt = np.frombuffer(last.prompt_ids, np.int32).tolist()
+        output = np.frombuffer(last.output_ids, np.int32).tolist()
+        sampling, guide = last.sampling, None
+        try:
+            if text := sampling.guide:
+                guide = self._guides.guide(text, sampling.end_ids, output, sampling.guide_kind)
+            return draw(logits, sampling, len(output), prompt, output, guide), ""
+        except InvalidRequest as error:  # the request's schema is invalid at every worker
+            return NO_TOKEN, error.wire_message()
+        except Exception as error:  # Catch all: only this request fails
+            log.exception("sampling of %s failed", work.request_id)
+            return NO_TOKEN, f"sampling failed: {error!r}"
 
 
 def _put(work: StageWork) -> BlockPut:
@@ -355,23 +330,3 @@ def _put(work: StageWork) -> BlockPut:
         reserve_tokens=work.reserve_tokens,
         slots=dict(work.slots),
     )
-
-
-def _sampled(work: StageWork, logits: np.ndarray, guides: Guides) -> tuple[Drawn, str]:
-    """(token, "") or (NO_TOKEN, error). An error must not fail other requests of the step."""
-    last: SampleInputs | None = work.last
-    if last is None:
-        return NO_TOKEN, ""
-    prompt = np.frombuffer(last.prompt_ids, np.int32).tolist()
-    output = np.frombuffer(last.output_ids, np.int32).tolist()
-    sampling, guide = last.sampling, None
-    try:
-        if sampling.guide:
-            kind = sampling.guide_kind
-            guide = guides.guide(sampling.guide, sampling.end_ids, output, kind)
-        return draw(logits, sampling, len(output), prompt, output, guide), ""
-    except InvalidRequest as error:  # the request's schema is invalid at every worker
-        return NO_TOKEN, error.wire_message()
-    except Exception as error:  # Catch all: only this request fails
-        log.exception("sampling of %s failed", work.request_id)
-        return NO_TOKEN, f"sampling failed: {error!r}"

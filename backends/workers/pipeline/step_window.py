@@ -1,14 +1,14 @@
 """Stage 0's list of a pipeline group's steps in flight, and of prefixes being loaded. Pure.
 
-A step is over when the last stage has computed it, and all stages except 0 have reported that their
-layers are written. At most `stages + 1` steps are in computation: enough to keep all stages busy,
-but so few that an urgent prompt waits for few steps. Actions that must follow a request's last
-step, such as the release of its pages, are queued here. The worker's lock guards the state.
+A step is over when the last stage has computed it, and all stages except 0 have written their
+layers. At most `stages + 1` steps are in computation: enough to keep all stages busy, but so few
+that an urgent prompt waits for few steps. Actions that must follow a request's last step, such as
+the release of its pages, are queued here. The worker's lock guards the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from backends.engine.batching.batching import Chunk
@@ -19,13 +19,11 @@ from backends.workers.step_times import limit_s
 @dataclass(slots=True, eq=False, kw_only=True)
 class SentStep:
     number: int
-    chunks: Sequence[Chunk]
-    jobs: Sequence[PrefillJob]
-    finished: Sequence[range]  # blocks of each job that the step completes and the store lacks
+    # (chunk, its job, blocks of the job that the step completes and the store lacks)
+    parts: Sequence[tuple[Chunk, PrefillJob, range]]
     started_s: float  # start of the computation in stage 0 (monotonic)
     sent_s: float  # time at which stage 0 sent the step to stage 1 (monotonic)
     predicted_s: float  # predicted time of one stage
-    token_ids: Sequence[int] = ()  # sampled token of each chunk; empty until computed
     is_computed: bool = False  # True: the last stage has computed the step
     unwritten: set[int] = field(default_factory=set)  # stages that have not written their layers
 
@@ -41,15 +39,15 @@ class PrefixLoad:
     waiting: set[int]  # stages that have not answered
     blocks: int  # number of leading blocks that all stages with an answer have loaded
     late_s: float  # deadline of the answers (monotonic); after it the group's epoch ends
-    is_lost: bool = False  # True: the epoch has ended
+    is_lost: bool = False  # True: the epoch has ended before all answers
 
     @property
     def is_here(self) -> bool:
-        return not self.waiting and not self.is_lost
+        return not self.waiting
 
     @property
     def is_over(self) -> bool:
-        return not self.waiting or self.is_lost
+        return self.is_here or self.is_lost
 
 
 class StepWindow:
@@ -71,7 +69,7 @@ class StepWindow:
 
     def requests(self) -> set[str]:
         """Requests with chunks in flight."""
-        return {job.request_id for step in self._steps.values() for job in step.jobs}
+        return {job.request_id for step in self._steps.values() for _, job, _ in step.parts}
 
     def sent(self, step: SentStep) -> None:
         assert step.number == self.next_number, (step.number, self.next_number)
@@ -88,6 +86,7 @@ class StepWindow:
         return step
 
     def written(self, number: int, stage: int) -> SentStep | None:
+        """Record that a stage has written a step. None: the stage has no such step to write."""
         step = self._steps.get(number)
         if step is None or stage not in step.unwritten:
             return None
@@ -98,9 +97,10 @@ class StepWindow:
         del self._steps[step.number]
         self._run_behind()
 
-    def wanted(self, pages: Sequence[int], stages: Iterable[int], late_s: float) -> PrefixLoad:
+    def wanted(self, pages: Sequence[int], late_s: float) -> PrefixLoad:
         self._loads_begun += 1
-        load = PrefixLoad(self._loads_begun, frozenset(pages), set(stages), len(pages), late_s)
+        waiting = set(range(1, self._stages))
+        load = PrefixLoad(self._loads_begun, frozenset(pages), waiting, len(pages), late_s)
         self._loads[load.number] = load
         return load
 
@@ -130,13 +130,12 @@ class StepWindow:
 
     def _is_at_work(self, job: PrefillJob) -> bool:
         loads = any(load.pages.intersection(job.put.pages) for load in self._loads.values())
-        return loads or any(job in step.jobs for step in self._steps.values())
+        steps = self._steps.values()
+        return loads or any(job is each for step in steps for _, each, _ in step.parts)
 
     def late(self, now_s: float) -> str:
-        """An error text about a step or load past its time limit; "" if there is none.
-
-        Without the limit, pages would never be free if a stage hangs or a message is lost.
-        """
+        """An error text about a step or load past its time limit, because a stage hangs or a
+        message is lost; "" if there is none."""
         for step in self._steps.values():
             if now_s - step.sent_s > limit_s(step.predicted_s * self._stages):
                 return f"step {step.number} is not computed in time"

@@ -92,9 +92,8 @@ class FlippingWorker:
             if worker is None or self._is_closing.is_set() or worker.is_changing:
                 return
             info = worker.process.info
-            if message.incarnation != info.incarnation or message.role not in self._makers:
-                return
-            if message.role == info.role:
+            others = self._makers.keys() - {info.role}
+            if message.incarnation != info.incarnation or message.role not in others:
                 return
             worker.is_changing = True
             self._changing = threading.Thread(
@@ -109,12 +108,12 @@ class FlippingWorker:
 
     def _change(self, worker: ActiveWorker, role: str) -> None:
         name, began_s = worker.process.worker_id, time.monotonic()
+        is_free = False
         try:
-            if not self._may_leave(worker) or not self._drained(worker):
-                worker.is_changing = False
-                return
+            is_free = self._may_leave(worker) and self._drained(worker)
         except Exception:  # Catch all: keep serving in this role
             log.exception("%s keeps its role", name)
+        if not is_free:
             worker.is_changing = False
             return
         try:
@@ -132,12 +131,12 @@ class FlippingWorker:
 
     def _may_leave(self, worker: ActiveWorker) -> bool:
         """Report the drain. True if another worker of the same role does not drain."""
-        process = worker.process
+        own = worker.process.info
         try:
-            process.report_now()
+            worker.process.report_now()
             snapshot = self._parts.directory.snapshot()
         except StoreError as error:
-            log.warning("%s keeps its role: %s", process.worker_id, error)
+            log.warning("%s keeps its role: %s", own.worker_id, error)
             return False
         # A worker without a report has just registered, so it is not draining.
         leaving = {
@@ -145,20 +144,16 @@ class FlippingWorker:
             for report in snapshot.reports
             if report.is_draining
         }
-        others = [
-            info.worker_id
-            for info in snapshot.workers
-            if info.role == process.info.role
-            and info.worker_id != process.worker_id
+        stays = any(
+            info.role == own.role
+            and info.worker_id != own.worker_id
             and (info.worker_id, info.incarnation) not in leaving
-        ]
-        if not others:
-            log.warning(
-                "%s keeps its role: no other %s worker would stay",
-                process.worker_id,
-                process.info.role,
-            )
-        return bool(others)
+            for info in snapshot.workers
+        )
+        if not stays:
+            name, role = own.worker_id, own.role
+            log.warning("%s keeps its role: no other %s worker would stay", name, role)
+        return stays
 
     def _drained(self, worker: ActiveWorker) -> bool:
         """Wait until the worker is idle. False if the process closes, or the time is over."""

@@ -41,7 +41,7 @@ def pair(
         yield pair
         pair.wait_until_idle()
         for driver in drivers(pair):
-            driver._placed.check()
+            driver._regions.check()
             assert not driver._placed._slots
 
 

@@ -108,7 +108,7 @@ def test_a_page_that_a_late_read_may_still_write_is_not_read_into_again(
     store: SteppedStore,
 ) -> None:
     ours, pool = loader(store)
-    arrival = Arrival("r", [2, 3])
+    arrival = Arrival([2, 3])
     late = ByteSpan(3 * LAYOUT.block_bytes, LAYOUT.layer_bytes)
     store.late.append((pool, late, np.zeros(LAYOUT.layer_bytes, np.uint8)))
     reads: list[Any] = []

@@ -31,7 +31,7 @@ class Source:
         self.store.memory[:] = np.random.default_rng(seed).integers(0, 256, (400, BLOCK))
         self.pool = np.zeros(8 * BLOCK, np.uint8)
         self.loader = KvLoader(self.store, PageLayout.whole(LAYOUT), self.pool, 1.0)  # type: ignore[arg-type]
-        self.arrival = Arrival("r", [5, 2, 7, 0][:blocks])
+        self.arrival = Arrival([5, 2, 7, 0][:blocks])
         self.refs = [self.ref(index) for index in range(blocks)]
         self.read_blocks = 0
         read = self.store.read

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+from backends.engine.batching.batching import Chunk
 from backends.workers.pipeline.step_window import SentStep, StepWindow
 from backends.workers.step_times import HUNG_S_MIN
 
@@ -16,9 +17,7 @@ def job(name: str, *pages: int) -> Any:
 def step(window: StepWindow, *jobs: Any) -> SentStep:
     sent = SentStep(
         number=window.next_number,
-        chunks=[],
-        jobs=jobs,
-        finished=[],
+        parts=[(Chunk("", 0, 1, False), each, range(0)) for each in jobs],
         started_s=0.0,
         sent_s=0.0,
         predicted_s=0.1,
@@ -60,7 +59,7 @@ def test_what_waits_for_a_request_comes_behind_its_last_step_and_its_late_prefix
     window, done = StepWindow(2), list[str]()
     a, b = job("a", 1, 2), job("b", 3)
     first, second = step(window, a, b), step(window, a)
-    load = window.wanted([3], range(1, 2), 60.0)
+    load = window.wanted([3], 60.0)
     for each in (a, b):
         window.behind(each, lambda each=each: done.append(each.request_id))  # type: ignore[misc]
     finish(window, first, 2)
@@ -74,7 +73,7 @@ def test_what_waits_for_a_request_comes_behind_its_last_step_and_its_late_prefix
 
 def test_of_a_prefix_counts_what_all_stages_have() -> None:
     window = StepWindow(3)
-    load = window.wanted([1, 2, 3, 4], range(1, 3), 60.0)
+    load = window.wanted([1, 2, 3, 4], 60.0)
     window.loaded(load.number, 1, 4)
     assert not load.is_over
     window.loaded(load.number, 2, 3)
@@ -85,7 +84,7 @@ def test_a_group_that_breaks_forgets_its_steps_and_lets_everybody_go() -> None:
     window, done = StepWindow(2), list[str]()
     a = job("a", 1)
     step(window, a)
-    load = window.wanted([1], range(1, 2), 60.0)
+    load = window.wanted([1], 60.0)
     window.behind(a, lambda: done.append("a"))
     window.clear()
     assert done == ["a"]
@@ -104,7 +103,7 @@ def test_a_step_that_takes_far_longer_than_it_should_is_late() -> None:
 
 def test_a_prefix_of_which_a_stage_never_says_anything_is_late() -> None:
     window = StepWindow(3)
-    load = window.wanted([1], range(1, 3), 60.0)
+    load = window.wanted([1], 60.0)
     window.loaded(load.number, 1, 1)
     assert window.late(59.0) == ""
     assert window.late(61.0) == "a cached prefix is not loaded in time by stage 2"
