@@ -62,7 +62,6 @@ class ServingEngine(Protocol):
         Any thread may call this method. It does nothing in TrtllmEngine and on a CPU, where
         `kv_pool` is the engine's own memory.
         """
-        ...
 
     def export_pages(self, pages: Sequence[int]) -> None:
         """Copy these pages from the device to `kv_pool`, so that the caller can read them there.
@@ -71,7 +70,6 @@ class ServingEngine(Protocol):
         Layers that `on_layer` announced are in `kv_pool` without this call. The method does nothing
         in TrtllmEngine and on a CPU.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -90,7 +88,6 @@ class Engine(ServingEngine, Protocol):
         `on_layer(l)` is called when the KV of layer l of *all* sequences is in `kv_pool`. All calls
         are made before `forward` returns, in order of layers.
         """
-        ...
 
 
 class LayerPassing(Protocol):
@@ -103,7 +100,6 @@ class LayerPassing(Protocol):
         order, each in the same chunks. On return the KV is in the ring buffers and in `kv_pool`.
         The last layer returns logits [vocabulary_tokens] of the chunk's last token, others None.
         """
-        ...
 
 
 class LayerEngine(Engine, Protocol):
@@ -118,8 +114,6 @@ class LayerEngine(Engine, Protocol):
     ) -> LayerPassing:
         """Begin the prefill of a prompt at token `start`. rings[i] is block i's ring buffer. The
         last layer fills `scores`, as `Work.scores`."""
-        ...
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None:
         """Like `import_pages`, for one layer of the model in these ring buffers."""
-        ...

@@ -21,7 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.engine.model_config import CheckpointError, ConfigReader, quantised_kv, read_json
+from backends.engine.model_config import (
+    CheckpointError,
+    ConfigReader,
+    quantised_kv,
+    read_config,
+    read_json,
+)
 from backends.engine.trtllm.settings import ONLY, TrtllmConfig
 from mooncake_store.layout import KvLayout
 
@@ -62,12 +68,9 @@ def read_kv_shape(
     """Raises CheckpointError with all problems. `context_tokens_max` 0: that of the model."""
     folder = Path(checkpoint_dir)
     found: list[str] = []
-    raw = read_json(folder / "config.json", found)
+    raw, eos_values = read_config(folder, found)
     if foreign := _foreign(folder, raw or {}):
         raise CheckpointError(folder, [foreign])
-    generation: dict[str, Any] = {}
-    if (folder / "generation_config.json").exists():
-        generation = read_json(folder / "generation_config.json", found) or {}
     if raw is None:
         raise CheckpointError(folder, found)
     found += _unsupported(raw, context_tokens_max)
@@ -85,7 +88,7 @@ def read_kv_shape(
         head_dim=head_dim,
         vocabulary_tokens=read.integer("vocab_size"),
         context_tokens_max=read.integer("max_position_embeddings"),
-        eos_token_ids=_eos_token_ids(raw, generation),
+        eos_token_ids=tuple(each for each in eos_values if isinstance(each, int)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or ""),
         is_latent=is_latent,
     )
@@ -153,12 +156,6 @@ def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[st
         yield f"config.json: layer_types {sorted(other)} are not supported; only full_attention is"
     if any(key in raw for key in ("ssm_state_size", "mamba_d_state", "hybrid_override_pattern")):
         yield "config.json: state-space layers are not supported; the connector cannot move them"
-
-
-def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    value = generation.get("eos_token_id", raw.get("eos_token_id"))
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(token_id for token_id in values if isinstance(token_id, int))
 
 
 HARMLESS_KEYS = frozenset({
