@@ -68,6 +68,11 @@ class Move(NamedTuple):
     # Slots that the move reads or fills. A load checks them after the copy, a save before it.
     uses: tuple[SlotUse, ...] = ()
 
+    def part(self, start: int, stop: int) -> Move:
+        """The same for block_ids[start:stop]."""
+        block_ids = self.block_ids[start:stop]
+        return self._replace(first_page=self.first_page + start, block_ids=block_ids)
+
 
 class Orders(NamedTuple):
     """The copies of all ranks in one step. The scheduler's process sends it to all ranks."""

@@ -53,6 +53,7 @@ class RankCopies:
         send: Callable[[m.ToWorker], None],
     ) -> None:
         self._pages = pages
+        self._part_pages = max(1, PART_BYTES_MAX // pages.page_bytes)
         self._tokens_per_block = tokens_per_block
         self._copier = copier
         self._send = send
@@ -238,11 +239,8 @@ class RankCopies:
     def _load_aside(self, batch: Batch) -> None:
         """Copy a part; the rest goes to the end of the queue."""
         (move,) = batch.moves
-        stop = batch.pages_done + max(1, PART_BYTES_MAX // self._pages.page_bytes)
-        part = move._replace(
-            first_page=move.first_page + batch.pages_done,
-            block_ids=move.block_ids[batch.pages_done : stop],
-        )
+        stop = batch.pages_done + self._part_pages
+        part = move.part(batch.pages_done, stop)
         self._copier.load_aside(self._pages.runs([part]), batch.event)
         if stop < len(move.block_ids):
             self._batches.put(batch._replace(pages_done=stop))
@@ -266,13 +264,9 @@ class RankCopies:
             self._send(m.Loaded(move.request_id, self._pages.rank))
 
     def _save(self, batch: Batch) -> None:
-        pages_max = max(1, PART_BYTES_MAX // self._pages.page_bytes)
         for move in batch.moves:
-            for start in range(0, len(move.block_ids), pages_max):
-                part = move._replace(
-                    first_page=move.first_page + start,
-                    block_ids=move.block_ids[start : start + pages_max],
-                )
+            for start in range(0, len(move.block_ids), self._part_pages):
+                part = move.part(start, start + self._part_pages)
                 if not self._may_save(part, self._pages.uses(part)):
                     break
                 if self._pages.is_saved:

@@ -208,9 +208,6 @@ class Entry:
     position: int = 0  # tokens computed after the newest pass
     moves: int = 0  # ordered so far
 
-    def is_for(self, packed: bytes, salt: Salt) -> bool:
-        return salt in self.salts and self.stage.token_ids == packed
-
     def load(self) -> Move:
         """The order for the promised load."""
         self.is_load_due = False
@@ -287,7 +284,7 @@ class StageTable:
         except (OverflowError, TypeError):  # placeholders of multimodal inputs; never staged
             return None
         for entry in self._free.get((count, packed[-TAIL_BYTES:]), ()):
-            if entry.is_for(packed, salt):
+            if salt in entry.salts and entry.stage.token_ids == packed:
                 self._leave(entry)
                 entry.llm_id = llm_id
                 self._taken[llm_id] = entry
