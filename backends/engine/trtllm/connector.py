@@ -30,7 +30,7 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -64,13 +64,9 @@ class WorkerBase:
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
-        self._metadata: Any = None
 
     def bind_connector_meta(self, metadata: object) -> None:
-        self._metadata = metadata
-
-    def get_connector_meta(self) -> Any:
-        return self._metadata
+        return None
 
     def register_forward_pass_callable(self) -> None:
         return None
@@ -159,22 +155,11 @@ class MooncakeConnectorWorker(WorkerBase):
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """Compare the sizes. A difference ends the start of the worker."""
-        kv, site, tokens, tp_size = (
-            kv_cache_tensor,
-            self._site,
-            self._tokens_per_block,
-            self._tp_size,
-        )
+        kv, site, send = kv_cache_tensor, self._site, self._link.send
+        sizes = self._tp_size, self._tokens_per_block
         with self._saying_why():
-            page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
-            sizes = (site.block_tokens, site.block_bytes, site.is_alike)
-            if problems := size_problems(kv.shape, page_bytes, tokens, tp_size, *sizes):
-                raise ValueError("; ".join(problems))
-            pages = BlockPages.of(
-                self._rank, tp_size, page_bytes, tokens, site.block_tokens, site.is_alike
-            )
-            send = self._link.send
-            self._copies, ready = register(site, pages, tp_size, tokens, kv, len(kv), send)
+            pages = checked_pages(kv, self._rank, *sizes, site)
+            self._copies, ready = register(site, pages, *sizes, kv, len(kv), send)
             send(ready)
 
     def bind_connector_meta(self, metadata: object) -> None:
@@ -232,25 +217,24 @@ class MooncakeConnectorWorker(WorkerBase):
             self._copies.on_message(message)
 
 
-def size_problems(
-    shape: Sequence[int],
-    page_bytes: int,
-    tokens_per_block: int,
-    tp_size: int,
-    block_tokens: int,
-    block_bytes: int,
-    is_alike: bool = False,
-) -> list[str]:
-    """Why pages of this tensor [blocks, layers, K and V, scalars] cannot make up store blocks."""
+def checked_pages(
+    kv: Any, rank: int, tp_size: int, tokens_per_block: int, site: m.Site
+) -> BlockPages:
+    """The pages of this tensor. Raises ValueError if they cannot make up the store's blocks."""
+    shape, block_tokens, is_alike = kv.shape, site.block_tokens, site.is_alike
     if len(shape) != 4:
-        return [f"KV has the shape {list(shape)}, not [blocks, layers, K and V, scalars]"]
+        raise ValueError(f"KV has the shape {list(shape)}, not [blocks, layers, K and V, scalars]")
     if (shape[2] == 1) != is_alike:
         kind = "latent attention (kv_factor 1)" if is_alike else "K and V of heads (kv_factor 2)"
-        return [f"KV has the shape {list(shape)}, but config.json says {kind}"]
+        raise ValueError(f"KV has the shape {list(shape)}, but config.json says {kind}")
+    page_bytes = kv[0].numel() * kv.element_size()
     pages = BlockPages.of(
-        0, tp_size, page_bytes, tokens_per_block, block_tokens, is_alike, layers=shape[1]
+        rank, tp_size, page_bytes, tokens_per_block, block_tokens, is_alike, layers=shape[1]
     )
-    return block_problems(pages, tp_size, tokens_per_block, block_tokens, block_bytes)
+    sizes = (tp_size, tokens_per_block, block_tokens, site.block_bytes)
+    if problems := block_problems(pages, *sizes):
+        raise ValueError("; ".join(problems))
+    return pages
 
 
 def aside_pages_min(site: m.Site, llm_args: Any) -> int:
@@ -263,12 +247,9 @@ def aside_pages_min(site: m.Site, llm_args: Any) -> int:
 def _salt_id() -> Callable[[str], int] | None:
     """TensorRT-LLM's function from a salt to a number; None: this release has none."""
     for name in ("tensorrt_llm.inputs", "tensorrt_llm.inputs.utils"):
-        try:
-            found = getattr(importlib.import_module(name), "get_cache_salt_id", None)
-        except ImportError:
-            continue
-        if found is not None:
-            return cast("Callable[[str], int]", found)
+        with contextlib.suppress(ImportError):
+            if found := getattr(importlib.import_module(name), "get_cache_salt_id", None):
+                return cast("Callable[[str], int]", found)
     return None
 
 

@@ -52,9 +52,9 @@ class LlmRun:
     def abort(self) -> None:
         """From any thread; the other methods run in the LLM's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
-            self._loop.call_soon_threadsafe(self.abort_here)
+            self._loop.call_soon_threadsafe(self._abort_here)
 
-    def abort_here(self) -> None:
+    def _abort_here(self) -> None:
         if not self.is_aborted:
             self.is_aborted = True
             self._abort_if_computed()
@@ -62,11 +62,10 @@ class LlmRun:
     def got_tokens(self) -> None:
         if not self._has_tokens:
             self._has_tokens = True
-            if self.is_aborted:
-                self._abort_if_computed()
+            self._abort_if_computed()
 
     def _abort_if_computed(self) -> None:
-        if self._has_tokens and self.result is not None and not self.result.finished:
+        if self.is_aborted and self._has_tokens and not self.result.finished:
             self.result.abort()
 
 
@@ -166,19 +165,16 @@ class LlmThread:
             streaming=order.is_streaming,
             **needed,
         )
-        if not order.is_streaming:
-            await result
-            output = result.outputs[0]
-            if output.token_ids:
-                sink.tokens(list(output.token_ids))
-        else:
+        if order.is_streaming:
             async for _ in result:
-                output = result.outputs[0]
-                if output.token_ids_diff:
+                if new := result.outputs[0].token_ids_diff:
                     running.got_tokens()
-                    sink.tokens(list(output.token_ids_diff))
-            output = result.outputs[0]
-        return Outcome(output.finish_reason or "", native=packed(result))
+                    sink.tokens(list(new))
+        else:
+            await result
+            if token_ids := result.outputs[0].token_ids:
+                sink.tokens(list(token_ids))
+        return Outcome(result.outputs[0].finish_reason or "", native=packed(result))
 
     async def _watch_stats(self) -> None:
         ask = getattr(self._llm, "get_stats_async", None)
@@ -246,11 +242,8 @@ def packed(result: Any) -> bytes:
     if params is None:
         return b""
     values = {name: getattr(params, name, None) for name in FIELDS}
-    plain = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if isinstance(value, (int, str, bytes, list, tuple))
-    }
+    kinds = (int, str, bytes, list, tuple)
+    plain = {name: value for name, value in values.items() if isinstance(value, kinds)}
     return msgspec.msgpack.encode(plain)
 
 

@@ -165,12 +165,9 @@ def choose_gpus(environment: MutableMapping[str, str], gpus: str) -> None:
         return
     wanted = [int(device) for device in gpus.split(",")]
     visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if visible:
-        if max(wanted) >= len(visible):
-            raise ValueError(f"gpus is {gpus}, but this process sees only {','.join(visible)}")
-        chosen = ",".join(visible[device] for device in wanted)
-    else:
-        chosen = ",".join(str(device) for device in wanted)
+    if visible and max(wanted) >= len(visible):
+        raise ValueError(f"gpus is {gpus}, but this process sees only {','.join(visible)}")
+    chosen = ",".join(visible[device] if visible else str(device) for device in wanted)
     environment["CUDA_VISIBLE_DEVICES"] = chosen
     environment["TRTLLM_VISIBLE_DEVICES"] = chosen
 

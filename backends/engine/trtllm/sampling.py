@@ -22,7 +22,7 @@ Not here: the limits (../sampling_params.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ def llm_sampling(
         wanted["temperature"] = params.temperature
         wanted["top_k"] = params.top_k
         wanted["top_p"] = params.top_p
-        if sampler.heeds_seeds:
+        if sampler.heeds("seed"):
             wanted["seed"] = (params.seed + position * GOLDEN) & SEED_MAX
         if params.min_p:
             wanted["min_p"] = params.min_p
@@ -139,26 +139,19 @@ class Sampler:
         asked = str(options.get("sampler_type", "auto"))
         return cls(version, HEEDS_ALL if asked == HEEDS_ALL else "TorchSampler")
 
-    @property
-    def heeds_seeds(self) -> bool:
-        return self.name == HEEDS_ALL
-
-    def ignored(self, params: SamplingParams) -> Iterator[str]:
-        """Parameters of this request that the sampler would ignore."""
-        if self.name == HEEDS_ALL:
-            return
-        here = release(self.version)
-        for name, neutral in NEUTRAL.items():
-            value = getattr(params, name)
-            if value == neutral or (params.is_greedy and name in WHEN_DRAWN):
-                continue
-            since = HEEDED_SINCE.get(name)
-            if since is None or here < since:
-                yield f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+    def heeds(self, name: str) -> bool:
+        since = HEEDED_SINCE.get(name)
+        return self.name == HEEDS_ALL or (since is not None and release(self.version) >= since)
 
     def refusal(self, params: SamplingParams) -> str:
         """Why this request cannot be served, or an empty string."""
-        ignored = list(self.ignored(params))
+        ignored = [
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, neutral in NEUTRAL.items()
+            if (value := getattr(params, name)) != neutral
+            and not (params.is_greedy and name in WHEN_DRAWN)
+            and not self.heeds(name)
+        ]
         if not ignored:
             return ""
         return (

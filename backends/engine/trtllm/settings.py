@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 HANDOFFS = ("store", "native")
 TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")
@@ -152,13 +152,8 @@ class TrtllmConfig:
         return found
 
 
-class _InBlocks(Protocol):
-    @property
-    def block_tokens(self) -> int: ...
-
-
-def problems_together(worker: _InBlocks, config: TrtllmConfig) -> Iterator[str]:
-    """Conflicts between parameters."""
+def problems_together(worker: Any, config: TrtllmConfig) -> Iterator[str]:
+    """Conflicts of parameters. `worker`: a config of config_pbtxt.py."""
     if config.page_tokens > 0 and worker.block_tokens % config.page_tokens:
         yield (
             f"block_tokens ({worker.block_tokens}) must be a multiple of page_tokens "
@@ -198,13 +193,12 @@ def read_options(text: str, repository: str, found: list[str]) -> dict[str, Any]
             path = path if path.is_absolute() else Path(repository).parent / path
             text = path.read_text("utf-8")
         options = json.loads(text)
+        if isinstance(options, dict):
+            return options
+        problem = f"is {options!r:.40}; it must be a JSON object"
     except OSError as error:
-        found.append(f"llm_options cannot be read: {error}")
-        return {}
+        problem = f"cannot be read: {error}"
     except ValueError as error:
-        found.append(f"llm_options is no JSON: {error}")
-        return {}
-    if not isinstance(options, dict):
-        found.append(f"llm_options is {options!r:.40}; it must be a JSON object")
-        return {}
-    return options
+        problem = f"is no JSON: {error}"
+    found.append(f"llm_options {problem}")
+    return {}
