@@ -46,15 +46,10 @@ class Batch(NamedTuple):
 
 class RankCopies:
     def __init__(
-        self,
-        pages: BlockPages,
-        tokens_per_block: int,
-        copier: Copier,
-        send: Callable[[m.ToWorker], None],
+        self, pages: BlockPages, copier: Copier, send: Callable[[m.ToWorker], None]
     ) -> None:
         self._pages = pages
         self._part_pages = max(1, PART_BYTES_MAX // pages.page_bytes)
-        self._tokens_per_block = tokens_per_block
         self._copier = copier
         self._send = send
         self._lock = threading.Condition()
@@ -271,7 +266,7 @@ class RankCopies:
                     break
                 if self._pages.is_saved:
                     self._copier.save(self._pages.runs([part]), batch.event)
-                tokens = (part.first_page + len(part.block_ids)) * self._tokens_per_block
+                tokens = (part.first_page + len(part.block_ids)) * self._pages.tokens_per_block
                 self._send(m.Saved(move.request_id, self._pages.rank, tokens))
 
     def _may_save(self, move: Move, uses: Sequence[SlotUse]) -> bool:
@@ -310,21 +305,15 @@ class RankCopies:
 
 
 def register(
-    site: m.Site,
-    pages: BlockPages,
-    tp_size: int,
-    tokens_per_block: int,
-    kv: Any,
-    gpu_pages: int,
-    send: Callable[[m.ToWorker], None],
+    site: m.Site, pages: BlockPages, kv: Any, gpu_pages: int, send: Callable[[m.ToWorker], None]
 ) -> tuple[RankCopies, m.Ready]:
-    """The copies of a rank whose sizes agree with the site's, and the message to send then.
+    """The copies of a rank, and the message to send then. Raises ValueError if the pages do not
+    make up the site's blocks.
 
     `kv`: the memory of all pages of this rank, a contiguous torch tensor.
     """
+    pages.check(site.block_bytes)
     pool = map_pool(site.pool_path, site.block_bytes)
-    copies = RankCopies(pages, tokens_per_block, make_copier(kv, pool), send)
-    pool_pages = len(pool) // site.block_bytes
-    return copies, m.Ready(
-        pages.rank, tp_size, pages.rank_bytes, tokens_per_block, pool_pages, gpu_pages
-    )
+    copies = RankCopies(pages, make_copier(kv, pool), send)
+    sizes = (pages.rank, pages.tp_size, pages.rank_bytes, pages.tokens_per_block)
+    return copies, m.Ready(*sizes, len(pool) // site.block_bytes, gpu_pages)

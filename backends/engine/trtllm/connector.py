@@ -35,7 +35,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from backends.engine.connected import messages as m
-from backends.engine.connected.block_pages import BlockPages, Orders, block_problems
+from backends.engine.connected.block_pages import BlockPages, Orders
 from backends.engine.connected.channel import SCHEDULER, ConnectorLink, rank_name
 from backends.engine.connected.rank_copies import RankCopies, register
 from backends.engine.trtllm.scheduler import TrtllmScheduler
@@ -156,10 +156,9 @@ class MooncakeConnectorWorker(WorkerBase):
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """Compare the sizes. A difference ends the start of the worker."""
         kv, site, send = kv_cache_tensor, self._site, self._link.send
-        sizes = self._tp_size, self._tokens_per_block
         with self._saying_why():
-            pages = checked_pages(kv, self._rank, *sizes, site)
-            self._copies, ready = register(site, pages, *sizes, kv, len(kv), send)
+            pages = pages_of(kv, self._rank, self._tp_size, self._tokens_per_block, site)
+            self._copies, ready = register(site, pages, kv, len(kv), send)
             send(ready)
 
     def bind_connector_meta(self, metadata: object) -> None:
@@ -217,24 +216,17 @@ class MooncakeConnectorWorker(WorkerBase):
             self._copies.on_message(message)
 
 
-def checked_pages(
-    kv: Any, rank: int, tp_size: int, tokens_per_block: int, site: m.Site
-) -> BlockPages:
-    """The pages of this tensor. Raises ValueError if they cannot make up the store's blocks."""
-    shape, block_tokens, is_alike = kv.shape, site.block_tokens, site.is_alike
+def pages_of(kv: Any, rank: int, tp_size: int, tokens_per_block: int, site: m.Site) -> BlockPages:
+    """Raises ValueError if this tensor has not the shape that config.json implies."""
+    shape, is_alike = kv.shape, site.is_alike
     if len(shape) != 4:
         raise ValueError(f"KV has the shape {list(shape)}, not [blocks, layers, K and V, scalars]")
     if (shape[2] == 1) != is_alike:
         kind = "latent attention (kv_factor 1)" if is_alike else "K and V of heads (kv_factor 2)"
         raise ValueError(f"KV has the shape {list(shape)}, but config.json says {kind}")
     page_bytes = kv[0].numel() * kv.element_size()
-    pages = BlockPages.of(
-        rank, tp_size, page_bytes, tokens_per_block, block_tokens, is_alike, layers=shape[1]
-    )
-    sizes = (tp_size, tokens_per_block, block_tokens, site.block_bytes)
-    if problems := block_problems(pages, *sizes):
-        raise ValueError("; ".join(problems))
-    return pages
+    tokens = (tokens_per_block, site.block_tokens)
+    return BlockPages(rank, tp_size, page_bytes, *tokens, is_alike, layers=shape[1])
 
 
 def aside_pages_min(site: m.Site, llm_args: Any) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from backends.engine.connected import messages as m
-from backends.engine.trtllm.connector import aside_pages_min, checked_pages
+from backends.engine.trtllm.connector import aside_pages_min, pages_of
 from tests.backends.engine.connected.connected import Make, expected, filled, prompt_of
 
 pytestmark = pytest.mark.usefixtures("trtllm")
@@ -82,7 +82,8 @@ def problem_of(
     dtype = {2: torch.bfloat16, 4: torch.float32}[page_bytes // math.prod(shape[1:])]
     site = m.Site("", "", *block, is_alike=is_alike)
     try:
-        checked_pages(torch.empty(shape, dtype=dtype), 0, tp_size, tokens_per_block, site)
+        kv = torch.empty(shape, dtype=dtype)
+        pages_of(kv, 0, tp_size, tokens_per_block, site).check(site.block_bytes)
     except ValueError as error:
         return str(error)
     return ""
