@@ -59,16 +59,14 @@ class ServingEngine(Protocol):
     def import_pages(self, pages: Sequence[int]) -> None:
         """Copy these pages from `kv_pool` to the device. Steps that begin later wait for the copy.
 
-        Any thread may call this method. It does nothing in TrtllmEngine and on a CPU, where
-        `kv_pool` is the engine's own memory.
+        Any thread may call this. On a CPU nothing is copied: `kv_pool` is the engine's own memory.
         """
 
     def export_pages(self, pages: Sequence[int]) -> None:
         """Copy these pages from the device to `kv_pool`, so that the caller can read them there.
 
-        Any thread may call this method. The caller must not read KV that a running step computes.
-        Layers that `on_layer` announced are in `kv_pool` without this call. The method does nothing
-        in TrtllmEngine and on a CPU.
+        Any thread may call this. The caller must not read KV that a running step computes. Layers
+        that `on_layer` announced are in `kv_pool` without this call.
         """
 
     def close(self) -> None: ...

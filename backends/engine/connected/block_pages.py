@@ -9,8 +9,7 @@ With latent attention (MLA) the ranks are alike: each has the KV of all heads. T
 the pages of one rank. Rank 0 saves these pages, and every rank loads them.
 
 In the memory of an engine a page is one run of all layers, or one run for each layer. A partial
-block has its pages where a whole block has them. Workers with the same TP size, page size and
-layout can exchange blocks; the fingerprint includes all three.
+block has its pages where a whole block has them.
 
 A block lies in a *region* of host memory that the worker and the ranks map: the staging pool, or a
 segment of the worker's storage node. Its *place* is one number: the region in the upper bits, the

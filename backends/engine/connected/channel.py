@@ -5,8 +5,7 @@
                    | +----Staged, Claimed, Unstaged, Ready, Loaded, Saved, Drained, Broken----+
                    +--> futures, and a Listener for messages that answer no call
 
-Each end has an inbox of its own (ZeroMQ over ipc) and writes to the inboxes of the other side.
-Every wait of a worker has a deadline.
+Each end has an inbox of its own (ZeroMQ over ipc). Every wait of a worker has a deadline.
 
 Unstaging takes two steps, because ranks copy at their own pace. The scheduler reports how many
 copies it has ordered for the request. Then each rank reports when it has finished as many.

@@ -4,12 +4,10 @@ The engine's thread passes orders on and does not wait for copies (HostCopier lo
 thread of copies waits for events, copies, notifies the worker, and counts the finished moves of
 each request. The counts decide when a request is drained, and when the engine may reuse its pages.
 
-After a load the slot must still hold the verified block, which a lease ensures. If it does not, the
-engine's pages hold unknown bytes: the rank sends `Broken`, and the worker ends the engine. A save
-into a slot checks before the copy. If the slot is not the worker's any more, no further page of the
-request is saved. Such a slot is quarantined for longer than check and copy take.
-
-If ranks are alike, only rank 0 copies saves, and all ranks report them.
+A load checks after the copy that the slot still holds the verified block, which a lease ensures. If
+it does not, the engine's pages hold unknown bytes: the rank sends `Broken`. A save checks before
+the copy. If the slot is not the worker's any more, no further page of the request is saved. Such a
+slot is quarantined for longer than check and copy take.
 
 Not here: which pages are copied (scheduler.py), the copies themselves (copier.py).
 """
@@ -264,7 +262,7 @@ class RankCopies:
                 part = move.part(start, start + self._part_pages)
                 if not self._may_save(part, self._pages.uses(part)):
                     break
-                if self._pages.is_saved:
+                if self._pages.is_saved:  # otherwise rank 0 copies it
                     self._copier.save(self._pages.runs([part]), batch.event)
                 tokens = (part.first_page + len(part.block_ids)) * self._pages.tokens_per_block
                 self._send(m.Saved(move.request_id, self._pages.rank, tokens))

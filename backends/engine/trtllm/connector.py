@@ -8,18 +8,14 @@ The classes translate between TensorRT-LLM and scheduler.py and ../connected/ran
 base classes are in one module in 1.2.x and in another from 1.3.0rc14 on. Without tensorrt_llm this
 file can be imported, and the classes have empty bases.
 
-TensorRT-LLM calls the scheduler on rank 0 and broadcasts the result. After an exception there, the
-other ranks would wait for ever. So the scheduler never raises: it answers with what is safe, sends
-`Broken` to its worker, and puts the reason into the next orders, which every rank raises.
+The scheduler never raises, because the other ranks wait for its result. It answers with what is
+safe and sends `Broken`. The next orders have the reason, and every rank raises it.
 
-A page is complete after all layers, so layer hooks do nothing.
-
-Lean output: TensorRT-LLM describes each step to connectors. Its class
-KvCacheConnectorSchedulerOutputRequest reads and copies all tokens and pages of every request on
-every rank: two million integers a step for 64 requests of 32k tokens. With tensor parallelism it
-never drops a request. This connector needs no tokens, and a page only when the page is full.
-`install` replaces these classes before TensorRT-LLM makes its connector manager, if they look as
-expected. Otherwise they stay, which is correct and slower.
+Lean output: TensorRT-LLM describes each step to connectors by copying all tokens and pages of every
+request on every rank: two million integers for 64 requests of 32k tokens. With tensor parallelism
+it never drops a request. This connector needs no tokens, and a page only when the page is full. So
+`install` replaces TensorRT-LLM's classes. If they do not look as expected, they stay: slower, but
+correct.
 """
 
 from __future__ import annotations

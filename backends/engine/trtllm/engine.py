@@ -97,7 +97,7 @@ class TrtllmEngine:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             with package.turn_to_start(sockets, visible):
                 self._llm = LlmThread(
-                    lambda: self._package.llm(**arguments), lambda stats: on_step(stats.step_s)
+                    lambda: self._package.top.LLM(**arguments), lambda stats: on_step(stats.step_s)
                 )
                 self._check_ranks()
         except BaseException as error:
@@ -197,15 +197,9 @@ class TrtllmEngine:
         self, params: SamplingParams, position: int, tokens: int, prompt_tokens: int = 0
     ) -> Any:
         """Raises InvalidRequest for what this release, or its sampler, does not support."""
-        return llm_sampling(
-            self._package.sampling_params,
-            self._sampler,
-            params,
-            position,
-            tokens,
-            prompt_tokens,
-            self._guided(params, position) if params.guide else None,
-        )
+        cls = self._package.top.SamplingParams
+        guided = self._guided(params, position) if params.guide else None
+        return llm_sampling(cls, self._sampler, params, position, tokens, prompt_tokens, guided)
 
     def _guided(self, params: SamplingParams, position: int) -> Any:
         if params.guide_kind == STRUCTURAL_TAG:
@@ -215,7 +209,7 @@ class TrtllmEngine:
         return self._package.guided(params.guide_kind, params.guide)
 
     def native_params(self, request_id: str, state: bytes) -> Any:
-        cls = self._package.disaggregated_params
+        cls = self._package.named("DisaggregatedParams")
         if self.role == "prefill":
             return llm_thread.for_prefill(cls, request_id)
         return llm_thread.for_decode(cls, state)

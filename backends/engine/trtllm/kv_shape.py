@@ -6,9 +6,8 @@ have full attention with the same number of heads, or a latent (DeepSeek-V3). Te
 latent as one head of K alone, of kv_lora_rank + qk_rope_head_dim, on every rank.
 
 `KvIdentity` is for the fingerprint: engines may exchange blocks only if the same tokens give the
-same bytes in both. Every key of config.json and of `llm_options` is part of it, except those listed
-here as harmless. A key that is missing in the lists costs a cold cache or a refused worker. A key
-too many would cost wrong answers.
+same bytes in both. It has all keys of config.json and of `llm_options` but the harmless ones listed
+here. A missing entry of the lists costs a cold cache. A wrong entry costs wrong answers.
 
 Not here: the weights (../checkpoint.py), the arguments of the engine (package.py).
 """

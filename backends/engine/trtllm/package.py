@@ -82,15 +82,18 @@ def only_accepted(call: Callable[..., Any], keywords: Mapping[str, Any]) -> dict
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The names of tensorrt_llm that the worker's side uses."""
+    """The modules of tensorrt_llm that the worker's side uses."""
 
     version: str
-    llm: Any
     llm_fields: frozenset[str] | None  # keywords of LLM; None: not known
-    sampling_params: Any
-    disaggregated_params: Any
+    top: ModuleType  # has LLM and SamplingParams
     llmapi: ModuleType
     llm_args: ModuleType
+
+    def named(self, name: str) -> Any:
+        """The class of this name, whose module differs between releases; None: there is none."""
+        modules = (self.llm_args, self.llmapi, self.top)
+        return next((getattr(each, name) for each in modules if hasattr(each, name)), None)
 
     def config(self, name: str, **keywords: Any) -> Any:
         """An object of this configuration class, with the keywords that this release has."""
@@ -110,7 +113,7 @@ class Package:
         return [] if known is None else sorted(set(keywords) - known)
 
     def _class(self, name: str) -> Any:
-        cls = getattr(self.llm_args, name, None) or getattr(self.llmapi, name, None)
+        cls = self.named(name)
         if cls is None:
             raise PackageProblem(f"tensorrt_llm {self.version} has no {name}; 1.2 or newer does")
         return cls
@@ -133,16 +136,7 @@ def load() -> Package:
         raise PackageProblem(
             f"tensorrt_llm {version} has no kv_connector_config; 1.2 or newer is needed"
         )
-    return Package(
-        version=version,
-        llm=top.LLM,
-        llm_fields=fields,
-        sampling_params=top.SamplingParams,
-        disaggregated_params=getattr(top, "DisaggregatedParams", None)
-        or getattr(llmapi, "DisaggregatedParams", None),
-        llmapi=llmapi,
-        llm_args=llm_args,
-    )
+    return Package(version, fields, top, llmapi, llm_args)
 
 
 LEFTOVER_PREFIXES = (
@@ -315,7 +309,5 @@ def _batch(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _guaranteed(package: Package) -> Any:
-    policies = getattr(package.llm_args, "CapacitySchedulerPolicy", None) or getattr(
-        package.llmapi, "CapacitySchedulerPolicy", None
-    )
+    policies = package.named("CapacitySchedulerPolicy")
     return "GUARANTEED_NO_EVICT" if policies is None else policies.GUARANTEED_NO_EVICT

@@ -84,9 +84,7 @@ def llm_sampling(
     if params.is_greedy:
         wanted["top_k"] = 1  # the default differs between releases
     else:
-        wanted["temperature"] = params.temperature
-        wanted["top_k"] = params.top_k
-        wanted["top_p"] = params.top_p
+        wanted |= {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
         if sampler.heeds("seed"):
             wanted["seed"] = (params.seed + position * GOLDEN) & SEED_MAX
         if params.min_p:

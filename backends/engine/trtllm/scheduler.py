@@ -1,9 +1,8 @@
 """The connector's scheduler for TensorRT-LLM, with the differences between its releases.
 
-TensorRT-LLM calls `match` once for each request, while it allocates pages and holds the lock
-of its own prefix tree. A release shows the cache salt of a request, or only a number made of it.
-The position of a new request includes the loaded tokens, or does not. All pages of a prompt come
-at once, except from the KV cache manager V2, which is not supported.
+TensorRT-LLM calls `match` once for each request, while it holds the lock of its own prefix tree. A
+release shows the cache salt of a request, or only a number made of it. The position of a new
+request includes the loaded tokens, or does not.
 
 Some releases do not call `finished` for a cancelled or failed request. The next pass may then write
 the request's pages while they are still being saved. So a request that is missing in a step, and
