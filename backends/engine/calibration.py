@@ -53,9 +53,8 @@ def _measure(
         return sum(new * (new + before) for new, before in sequences[point])
 
     try:
-        batches = {
-            point: _batch(engine, sequences[point], pages) for point in sorted(sequences, key=cost)
-        }
+        by_cost = sorted(sequences, key=cost)
+        batches = {point: _batch(engine, sequences[point], pages) for point in by_cost}
         fitting = {point: batch for point, batch in batches.items() if batch is not None}
         return _medians(engine, fitting, budget_s)
     finally:

@@ -4,10 +4,9 @@ A safetensors file consists of eight bytes (length of the header), a JSON header
 shape, range of bytes) and the data. Files are read and never memory-mapped, because a truncated
 mapped file would cause a SIGBUS while the engine serves.
 
-`weights_id` is a hash of the config and of every tensor's name, dtype, shape and content. If a
-checkpoint is larger than HASHED_BYTES_MAX, only evenly spaced samples of each large tensor are
-hashed, which saves time. Training and merging change whole tensors and thus the hash. A change
-between the samples does not change the hash. Which file has a tensor does not matter for the hash.
+`weights_id` is a hash of the config and of every tensor's name, dtype, shape and content. Of a
+checkpoint larger than HASHED_BYTES_MAX, only evenly spaced samples of each large tensor are hashed.
+Training and merging change whole tensors and thus the hash; a change between the samples does not.
 """
 
 from __future__ import annotations

@@ -86,15 +86,9 @@ def _listen(
         raise ChannelError(f"cannot listen at {address}: {error}") from error
 
 
-class _Post(Outbox[msgspec.Struct]):
+def _outbox() -> Outbox[msgspec.Struct]:
     """Sends to the inboxes of the other side."""
-
-    def __init__(self) -> None:
-        super().__init__(msgspec.msgpack.Encoder().encode, messages_max=MESSAGES_MAX)
-
-    def post(self, address: str, message: m.ToWorker | m.ToConnector) -> None:
-        if not self.send(address, message):  # its queue is full
-            raise ChannelError(f"{address} does not take its messages")
+    return Outbox(msgspec.msgpack.Encoder().encode, messages_max=MESSAGES_MAX)
 
 
 class ConnectorLink:
@@ -105,16 +99,16 @@ class ConnectorLink:
     ) -> None:
         self._address = address
         self._mailbox = _listen(_inbox(address, name), m.ToConnector, on_message)
-        self._post = _Post()
+        self._outbox = _outbox()
 
     def send(self, message: m.ToWorker) -> None:
         """Never raises: a worker that has stopped listening must not stop the engine."""
-        if not self._post.send(self._address, message):
+        if not self._outbox.send(self._address, message):  # its queue is full
             log.error("a message is lost: %s does not take its messages", self._address)
 
     def close(self) -> None:
         self._mailbox.close()
-        self._post.close()
+        self._outbox.close()
 
 
 class Listener(Protocol):
@@ -146,7 +140,7 @@ class ConnectorHost:
         self._saved: dict[str, dict[int, int]] = defaultdict(dict)  # tokens, by request and rank
         self._scheduler = _inbox(address, SCHEDULER)
         self._ranks: dict[int, str] = {}  # their inboxes
-        self._post = _Post()
+        self._outbox = _outbox()
         self._mailbox = _listen(address, m.ToWorker, self._on_message, self._expire)
 
     def wait_ready(self, timeout_s: float) -> list[m.Ready]:
@@ -190,7 +184,11 @@ class ConnectorHost:
         with self._changed:
             inboxes = list(self._ranks.values())
         for inbox in inboxes:
-            self._post.post(inbox, message)
+            self._post(inbox, message)
+
+    def _post(self, inbox: str, message: m.ToConnector) -> None:
+        if not self._outbox.send(inbox, message):  # its queue is full
+            raise ChannelError(f"{inbox} does not take its messages")
 
     def close(self) -> None:
         self._mailbox.close()
@@ -198,8 +196,8 @@ class ConnectorHost:
             self._is_closed = True
         self._fail_all(CLOSED)
         for inbox in (self._scheduler, *self._ranks.values()):
-            self._post.send(inbox, m.Goodbye())
-        self._post.close()
+            self._outbox.send(inbox, m.Goodbye())
+        self._outbox.close()
 
     def _is_complete(self) -> bool:
         return bool(self._ready) and len(self._ready) == next(iter(self._ready.values())).tp_size
@@ -215,7 +213,7 @@ class ConnectorHost:
             if (kind, request_id) in self._waiting:
                 return self._waiting[kind, request_id][0]
             future = self._expect(kind, request_id, timeout_s)
-        self._post.post(self._scheduler, message)
+        self._post(self._scheduler, message)
         return future
 
     def _expect(self, kind: str, name: str, timeout_s: float) -> Future[None]:

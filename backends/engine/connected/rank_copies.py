@@ -64,8 +64,7 @@ class RankCopies:
         self._load_stream: Any = None
         self._is_broken = False
         self._segments: dict[int, Segment] = {}  # by region
-        self._attaching: set[int] = set()  # regions
-        self._unwanted: set[int] = set()  # regions unmapped while they were attaching
+        self._attaching: dict[int, bool] = {}  # region -> whether it was unmapped meanwhile
         self._batches: queue.SimpleQueue[Batch | m.UnmapSegment | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()
@@ -81,8 +80,7 @@ class RankCopies:
         if orders.saves:
             self._next_saves += orders.saves
             with self._lock:
-                for move in orders.saves:
-                    self._saving[move.llm_id] += 1
+                self._saving.update(move.llm_id for move in orders.saves)
         aside = [move for move in orders.loads if move.is_aside]
         if loads := [move for move in orders.loads if not move.is_aside]:
             self._load_event = self._copier.load(self._pages.runs(loads), stream)
@@ -129,9 +127,8 @@ class RankCopies:
     def finished(self, llm_ids: Sequence[LlmId]) -> list[LlmId]:
         """The requests whose pages the engine may reuse: at most one, always the oldest.
 
-        Older releases of TensorRT-LLM end one save in a step and forget the others that all ranks
-        have finished. All ranks get the same requests in the same calls. So with one request at a
-        time, in one order, ranks never complete two requests in one step.
+        Older releases of TensorRT-LLM end one save in a step and forget the others. With one
+        request at a time, in one order on all ranks, no step completes two requests.
 
         Called at the end of each step, also of one whose pass raised.
         """
@@ -163,7 +160,7 @@ class RankCopies:
             if is_over:
                 self._send(m.Drained(message.request_id, self._pages.rank))
         elif isinstance(message, m.MapSegment):  # slow, as it locks all pages
-            self._attaching.add(message.region)
+            self._attaching[message.region] = False
             threading.Thread(
                 target=self._attach, args=[message], name="kv-attach", daemon=True
             ).start()
@@ -183,9 +180,7 @@ class RankCopies:
         except (SegmentRefused, RegionRefused, OSError) as error:
             problem = f"rank {self._pages.rank}: {error}"
         with self._lock:
-            self._attaching.discard(message.region)
-            is_unwanted = message.region in self._unwanted
-            self._unwanted.discard(message.region)
+            is_unwanted = self._attaching.pop(message.region)
         if is_unwanted:
             self._batches.put(m.UnmapSegment(message.region))
         self._send(m.SegmentMapped(self._pages.rank, message.region, problem))
@@ -193,7 +188,7 @@ class RankCopies:
     def _detach(self, region: int) -> None:
         with self._lock:
             if region in self._attaching:
-                self._unwanted.add(region)
+                self._attaching[region] = True
                 return
             segment = self._segments.pop(region, None)
         if segment is not None:

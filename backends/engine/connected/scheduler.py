@@ -210,7 +210,6 @@ class Entry:
     def load(self) -> Move:
         """The order for the promised load."""
         self.is_load_due = False
-        self.moves += 1
         return self._move(self.first_page, self.first_page + self.load_pages, self.is_aside)
 
     def save(self, computed_tokens: int, tokens_per_block: int) -> Move | None:
@@ -220,11 +219,11 @@ class Entry:
             return None
         move = self._move(self.done_pages, full)
         self.done_pages = full
-        self.moves += 1
         return move
 
     def _move(self, first: int, stop: int, is_aside: bool = False) -> Move:
         assert self.llm_id is not None, f"no request has taken {self.stage.request_id}"
+        self.moves += 1
         stage, pages = self.stage, self.block_ids[first:stop]
         uses: tuple[SlotUse, ...] = ()
         if stage.uses:

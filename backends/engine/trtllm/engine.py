@@ -58,7 +58,7 @@ class TrtllmEngine:
         self.role = spec.role
         self.is_native = config.handoff == "native"
         self.page_tokens = config.page_tokens
-        self.is_connected = package.is_connected(config, self.role)
+        self.is_connected = config.is_connected(self.role)
         shape, options, kv_dtype = self._checked(spec, config, folder, repository)
         self.layout = shape.layout(kv_dtype, spec.block_tokens, config.tp_size)
         self.layers = LayerRange(0, self.layout.layers)
@@ -76,11 +76,12 @@ class TrtllmEngine:
         try:
             package.choose_gpus(os.environ, config.gpus)
             self._package = package.load()
-            self._sampler, self._options = Sampler.of(self._package.version, options), options
+            version = self._package.version
+            self.hardware = f"tensorrt_llm {version}, tp {config.tp_size}, {package.gpu_names()}"
+            self._sampler, self._options = Sampler.of(version, options), options
             # The fingerprint's field for all that distinguishes the pages of engines.
-            self.tp_shape = kv_shape.pages_description(
-                self._package.version, config, spec.dtype, kv_shape.options_that_reach_kv(options)
-            )
+            reaching = kv_shape.options_that_reach_kv(options)
+            self.tp_shape = kv_shape.pages_description(version, config, spec.dtype, reaching)
             sockets = Path(os.environ["MOONCAKE_SOCKETS"])
             pages = spec.kv_pages if self.is_connected else 1
             self._pool = StagingPool(sockets.name, worker_id, pages, self.layout.block_bytes)
@@ -93,7 +94,7 @@ class TrtllmEngine:
             arguments = package.llm_arguments(
                 self._package, spec, config, folder, self.max_seq_len, options, shape.dtype
             )
-            log.info("tensorrt_llm %s: LLM(%s)", self._package.version, arguments)
+            log.info("tensorrt_llm %s: LLM(%s)", version, arguments)
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
             with package.turn_to_start(sockets, visible):
                 self._llm = LlmThread(
@@ -226,13 +227,6 @@ class TrtllmEngine:
 
     def generate(self, order: Order, sink: Sink) -> EngineRun:
         return self.llm.generate(order, sink)
-
-    @property
-    def hardware(self) -> str:
-        """Name of the hardware in the machine profile."""
-        return (
-            f"tensorrt_llm {self._package.version}, tp {self.config.tp_size}, {package.gpu_names()}"
-        )
 
     def close(self) -> None:
         """Close the LLM first: its processes use the pool and the channel."""

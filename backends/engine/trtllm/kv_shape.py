@@ -143,8 +143,7 @@ def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[st
     limits = [raw.get("max_position_embeddings"), context_tokens_max or None]
     context = min((each for each in limits if isinstance(each, int)), default=0)
     is_windowed = isinstance(window, int) and raw.get("use_sliding_window", True)
-    is_narrow = is_windowed and window < context  # otherwise no token leaves the window
-    if is_narrow:
+    if is_windowed and window < context:  # otherwise no token leaves the window
         yield (
             f"config.json: sliding_window is {window}, less than the context of {context} tokens: "
             "the connector needs full attention. Set context_tokens_max to the window or less"

@@ -93,7 +93,7 @@ class Package:
     def named(self, name: str) -> Any:
         """The class of this name, whose module differs between releases; None: there is none."""
         modules = (self.llm_args, self.llmapi, self.top)
-        return next((getattr(each, name) for each in modules if hasattr(each, name)), None)
+        return next(filter(None, (getattr(each, name, None) for each in modules)), None)
 
     def config(self, name: str, **keywords: Any) -> Any:
         """An object of this configuration class, with the keywords that this release has."""
@@ -188,13 +188,9 @@ def gpu_names() -> str:
 
 PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}
 OBJECT_CLASSES = dict(zip(OBJECTS, ("KvCacheConfig", "SchedulerConfig"), strict=True))
+NO_EVICT = "GUARANTEED_NO_EVICT"
 PREFILL_BATCH_MAX = 64  # prompts in a step; chunk_tokens bounds their tokens
 DECODE_STEP_TOKENS_MIN = 2048  # a step computes the last tokens of so many prompts
-
-
-def is_connected(config: TrtllmConfig, role: str) -> bool:
-    """True if the engine's KV comes from and goes to the store."""
-    return role == "prefill" or config.has_connector_at_decode
 
 
 def llm_arguments(
@@ -208,6 +204,7 @@ def llm_arguments(
 ) -> dict[str, Any]:
     """Raises PackageProblem for an option that this release does not have."""
     rest, batch = dict(options), _batch(spec)
+    policy = getattr(package.named("CapacitySchedulerPolicy"), NO_EVICT, NO_EVICT)
     unknown = [
         f"{option}.{key}"
         for option, name in OBJECT_CLASSES.items()
@@ -226,11 +223,10 @@ def llm_arguments(
         "kv_cache_config": _kv_cache(package, spec, config, batch, rest.pop("kv_cache_config", {})),
         "scheduler_config": package.config(
             "SchedulerConfig",
-            **rest.pop("scheduler_config", {})
-            | {"capacity_scheduler_policy": _guaranteed(package)},
+            **rest.pop("scheduler_config", {}) | {"capacity_scheduler_policy": policy},
         ),
     }
-    if is_connected(config, spec.role):
+    if config.is_connected(spec.role):
         arguments["kv_connector_config"] = package.config(
             "KvCacheConnectorConfig",
             connector_module=CONNECTOR_MODULE,
@@ -273,7 +269,7 @@ def _kv_cache(
             "max_tokens": spec.pages_tokens + batch["max_batch_size"] * config.page_tokens,
             "free_gpu_memory_fraction": config.gpu_memory_fraction,
             # Explicit, because defaults have changed between releases.
-            **(PAGES_OF_ITS_OWN if is_connected(config, spec.role) else {}),
+            **(PAGES_OF_ITS_OWN if config.is_connected(spec.role) else {}),
             **options,
         },
     )
@@ -306,8 +302,3 @@ def _batch(spec: EngineSpec) -> dict[str, Any]:
         "max_batch_size": spec.requests_max,
         "max_num_tokens": max(DECODE_STEP_TOKENS_MIN, spec.requests_max),
     }
-
-
-def _guaranteed(package: Package) -> Any:
-    policies = package.named("CapacitySchedulerPolicy")
-    return "GUARANTEED_NO_EVICT" if policies is None else policies.GUARANTEED_NO_EVICT

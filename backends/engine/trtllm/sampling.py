@@ -114,9 +114,7 @@ def guided_refusal(options: Mapping[str, Any], handoff: str, position: int) -> s
 
 
 HEEDS_ALL = "TRTLLMSampler"
-Release = tuple[int, int, int, float]  # the last: number of the candidate; FINAL: none
-FINAL = float("inf")
-UNKNOWN: Release = (0, 0, 0, 0.0)
+Release = tuple[int, int, int, float]  # the last: number of the candidate; inf: none
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # The first release whose TorchSampler uses the parameter.
 HEEDED_SINCE: dict[str, Release] = dict.fromkeys((*PENALTIES, "min_p"), (1, 3, 0, 24.0))
@@ -163,6 +161,6 @@ def release(version: str) -> Release:
     """1.3.0rc24 -> (1, 3, 0, 24.0); comparable. An unreadable version is the oldest."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", version)
     if found is None:
-        return UNKNOWN
-    major, minor, patch, candidate = found.groups()
-    return int(major), int(minor), int(patch), float(candidate) if candidate else FINAL
+        return 0, 0, 0, 0.0
+    major, minor, patch, candidate = found.groups(default="inf")
+    return int(major), int(minor), int(patch), float(candidate)
