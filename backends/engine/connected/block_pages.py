@@ -147,14 +147,14 @@ class BlockPages(NamedTuple):
 
     def runs(self, moves: Iterable[Move]) -> list[PageRun]:
         """The copies of these moves. Runs that are neighbours on both sides become one copy."""
-        per_block, page_bytes = self.pages_per_block, self.page_bytes
+        per_block, page_bytes = self.block_tokens // self.tokens_per_block, self.page_bytes
         block_stride_bytes = self.block_stride_bytes or page_bytes
-        rank_offset = 0 if self.is_alike else self.rank * self.rank_bytes
+        rank_offset = 0 if self.is_alike else self.rank * per_block * page_bytes
         pieces, piece_bytes = [(0, 0)], page_bytes  # offsets inside a page: engine, host
-        layer_bytes, stride_bytes = page_bytes // self.layers, self.layer_stride_bytes
-        if stride_bytes not in (0, layer_bytes):
-            piece_bytes = layer_bytes
-            pieces = [(i * stride_bytes, i * layer_bytes) for i in range(self.layers)]
+        stride_bytes = self.layer_stride_bytes
+        if stride_bytes and stride_bytes * self.layers != page_bytes:
+            piece_bytes = page_bytes // self.layers
+            pieces = [(i * stride_bytes, i * piece_bytes) for i in range(self.layers)]
         found: list[PageRun] = []
         run_at = run_place = -1
         run_bytes = 0  # of the run that may still grow

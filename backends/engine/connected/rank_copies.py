@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from backends.engine.connected import messages as m
-from backends.engine.connected.block_pages import BlockPages, LlmId, Move, Orders, SlotUse
+from backends.engine.connected.block_pages import BlockPages, LlmId, Move, Orders
 from backends.engine.connected.copier import Copier, Event, RegionRefused, make_copier
 from backends.engine.connected.host_memory import map_pool
 from mooncake_store.memory.segment import Segment
@@ -245,27 +245,25 @@ class RankCopies:
         """Check the slots after these loads, then report the loads."""
         for move in moves:
             if not all(self._copier.memory.is_still(use) for use in move.uses):
-                raise RuntimeError(
-                    "a slot of the storage node was given away while it was read for "
-                    f"{move.request_id}"
-                )
+                lost = "a slot of the storage node was given away while it was read for"
+                raise RuntimeError(f"{lost} {move.request_id}")
             self._send(m.Loaded(move.request_id, self._pages.rank))
 
     def _save(self, batch: Batch) -> None:
         for move in batch.moves:
             for start in range(0, len(move.block_ids), self._part_pages):
                 part = move.part(start, start + self._part_pages)
-                if not self._may_save(part, self._pages.uses(part)):
+                if not self._may_save(part):
                     break
                 if self._pages.is_saved:  # otherwise rank 0 copies it
                     self._copier.save(self._pages.runs([part]), batch.event)
                 tokens = (part.first_page + len(part.block_ids)) * self._pages.tokens_per_block
                 self._send(m.Saved(move.request_id, self._pages.rank, tokens))
 
-    def _may_save(self, move: Move, uses: Sequence[SlotUse]) -> bool:
+    def _may_save(self, move: Move) -> bool:
         with self._lock:
             if move.request_id not in self._given_away:
-                if all(self._copier.memory.is_still(use) for use in uses):
+                if all(self._copier.memory.is_still(use) for use in self._pages.uses(move)):
                     return True
                 log.warning("slots for %s were given away: it is not saved", move.request_id)
                 self._given_away.add(move.request_id)

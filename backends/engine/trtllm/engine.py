@@ -1,7 +1,6 @@
 """TensorRT-LLM as a worker's engine: the LLM, the staging pool, and the channel to its connector.
 
-TensorRT-LLM batches by itself, so a worker passes it prompts instead of steps. As a `ServingEngine`
-it has a layout, pages (here of the staging pool) and names for the fingerprint. All mistakes in the
+TensorRT-LLM batches by itself, so a worker passes it prompts instead of steps. All mistakes in the
 settings are reported at once, before the weights are loaded. The ranks report the size of their
 pages after that.
 

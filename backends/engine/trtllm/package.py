@@ -1,14 +1,10 @@
 """The package tensorrt_llm, the environment of its processes, and the arguments of its LLM.
 
-On the worker's side only this file imports tensorrt_llm, and only for a worker of this engine. The
-import loads CUDA, starts MPI and takes seconds. Most machines do not have the package.
+On the worker's side only this file imports tensorrt_llm, which loads CUDA, starts MPI and takes
+seconds.
 
 Triton's stub may have been started under MPI. An engine that inherits its rank and world would wait
 for other processes for ever, so these variables are removed. Variables that tune MPI stay.
-
-Prefill computes steps one after the other, without CUDA graphs and without the overlap scheduler.
-Decode keeps TensorRT-LLM's defaults. The engine's prefix cache stays on, because TensorRT-LLM asks
-connectors only with it; partial pages are never reused.
 
 Not here: the imports of the connector (connector.py), the settings (settings.py), the shape of the
 model (kv_shape.py).
@@ -203,7 +199,7 @@ def llm_arguments(
     checkpoint_dtype: str,
 ) -> dict[str, Any]:
     """Raises PackageProblem for an option that this release does not have."""
-    rest, batch = dict(options), _batch(spec)
+    rest = dict(options)
     policy = getattr(package.named("CapacitySchedulerPolicy"), NO_EVICT, NO_EVICT)
     unknown = [
         f"{option}.{key}"
@@ -219,8 +215,10 @@ def llm_arguments(
         "max_seq_len": context_tokens_max,
         "enable_chunked_prefill": True,
         "enable_iter_perf_stats": True,
-        **batch,
-        "kv_cache_config": _kv_cache(package, spec, config, batch, rest.pop("kv_cache_config", {})),
+        **_batch(spec),
+        "kv_cache_config": package.config(
+            "KvCacheConfig", **_kv_cache(spec, config) | rest.pop("kv_cache_config", {})
+        ),
         "scheduler_config": package.config(
             "SchedulerConfig",
             **rest.pop("scheduler_config", {}) | {"capacity_scheduler_policy": policy},
@@ -251,28 +249,18 @@ def llm_arguments(
     return arguments
 
 
-def _kv_cache(
-    package: Package,
-    spec: EngineSpec,
-    config: TrtllmConfig,
-    batch: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Any:
-    return package.config(
-        "KvCacheConfig",
-        **{
-            "enable_block_reuse": True,
-            "enable_partial_reuse": False,
-            "tokens_per_block": config.page_tokens,
-            **({} if spec.kv_dtype == "auto" else {"dtype": spec.kv_dtype}),
-            # One page more for each request, for the step that is scheduled early.
-            "max_tokens": spec.pages_tokens + batch["max_batch_size"] * config.page_tokens,
-            "free_gpu_memory_fraction": config.gpu_memory_fraction,
-            # Explicit, because defaults have changed between releases.
-            **(PAGES_OF_ITS_OWN if config.is_connected(spec.role) else {}),
-            **options,
-        },
-    )
+def _kv_cache(spec: EngineSpec, config: TrtllmConfig) -> dict[str, Any]:
+    return {
+        "enable_block_reuse": True,  # TensorRT-LLM asks connectors only with it
+        "enable_partial_reuse": False,
+        "tokens_per_block": config.page_tokens,
+        **({} if spec.kv_dtype == "auto" else {"dtype": spec.kv_dtype}),
+        # One page more for each request, for the step that is scheduled early.
+        "max_tokens": spec.pages_tokens + _batch(spec)["max_batch_size"] * config.page_tokens,
+        "free_gpu_memory_fraction": config.gpu_memory_fraction,
+        # Explicit, because defaults have changed between releases.
+        **(PAGES_OF_ITS_OWN if config.is_connected(spec.role) else {}),
+    }
 
 
 def _asked_dtype(
@@ -290,7 +278,7 @@ def _asked_dtype(
 
 
 def _batch(spec: EngineSpec) -> dict[str, Any]:
-    """The limits of a step, and how steps follow each other."""
+    """The limits of a step. Prefill computes one step after the other, without CUDA graphs."""
     if spec.role == "prefill":
         return {
             "max_batch_size": min(PREFILL_BATCH_MAX, spec.requests_max),
