@@ -335,7 +335,7 @@ class PageCopies:
         small = map_pool(str(path), PAGE_BYTES * PAGES_PER_BLOCK)
         self.copier = make_copier(self.kv, small)
         self.lock_s = timed_s(lambda: self.copier.add(1, self.segment.view))
-        geometry = BlockPages.of(0, 1, PAGE_BYTES, TOKENS_PER_BLOCK, 256)
+        geometry = BlockPages(0, 1, PAGE_BYTES, TOKENS_PER_BLOCK, 256)
         rng = random.Random(2)
         block_ids = rng.sample(range(pages), pages)
         places = [

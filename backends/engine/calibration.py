@@ -2,9 +2,8 @@
 
 A point is the shape of one step. Each point is computed once as a warm-up, the cheapest first. Then
 all points are measured in turn, until each has REPEATS samples or the time budget is spent. The
-result is the median of a point's samples. A point that exceeds the engine's context or its free
-pages is left out. When the budget is spent, points without a sample are left out too. Exception:
-the POINTS_MIN cheapest points are always measured. The steps overwrite free pages.
+result is the median of a point's samples. Points without a sample are left out, but the POINTS_MIN
+cheapest points are always measured. The steps overwrite free pages.
 
 Not here: the formula that is fitted to the results (conductor/estimates/estimates.py).
 """
@@ -54,9 +53,8 @@ def _measure(
         return sum(new * (new + before) for new, before in sequences[point])
 
     try:
-        batches = {
-            point: _batch(engine, sequences[point], pages) for point in sorted(sequences, key=cost)
-        }
+        by_cost = sorted(sequences, key=cost)
+        batches = {point: _batch(engine, sequences[point], pages) for point in by_cost}
         fitting = {point: batch for point, batch in batches.items() if batch is not None}
         return _medians(engine, fitting, budget_s)
     finally:

@@ -4,14 +4,14 @@ A safetensors file consists of eight bytes (length of the header), a JSON header
 shape, range of bytes) and the data. Files are read and never memory-mapped, because a truncated
 mapped file would cause a SIGBUS while the engine serves.
 
-`weights_id` is a hash of the config and of every tensor's name, dtype, shape and content. If a
-checkpoint is larger than HASHED_BYTES_MAX, only evenly spaced samples of each large tensor are
-hashed, which saves time. Training and merging change whole tensors and thus the hash. A change
-between the samples does not change the hash. Which file has a tensor does not matter for the hash.
+`weights_id` is a hash of the config and of every tensor's name, dtype, shape and content. Of a
+checkpoint larger than HASHED_BYTES_MAX, only evenly spaced samples of each large tensor are hashed.
+Training and merging change whole tensors and thus the hash; a change between the samples does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -20,7 +20,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,8 @@ OWN_PREFIXES = ("model.", "lm_head.")  # name prefixes of the model's tensors
 INDEX_NAME = "model.safetensors.index.json"
 SHARDS = "model-*-of-*.safetensors"
 SINGLE_NAME = "model.safetensors"
+Names = tuple[str, ...]
+Shapes = Mapping[str, tuple[int, ...]]  # tensor -> shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,7 @@ class Checkpoint:
         return cls(folder, entries, stale)
 
     def problems(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        optional_suffixes: tuple[str, ...] = (),
-        optional_prefixes: tuple[str, ...] = (),
+        self, shapes: Shapes, optional_suffixes: Names = (), optional_prefixes: Names = ()
     ) -> list[str]:
         """Tensors that are missing, have a wrong shape or dtype, or are not in `shapes`.
 
@@ -104,10 +103,7 @@ class Checkpoint:
         return found
 
     def others(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        optional_suffixes: tuple[str, ...] = (),
-        optional_prefixes: tuple[str, ...] = (),
+        self, shapes: Shapes, optional_suffixes: Names = (), optional_prefixes: Names = ()
     ) -> list[str]:
         """Sorted names of tensors that are neither in `shapes` nor optional nor COMPUTED_SUFFIX."""
         known = (COMPUTED_SUFFIX, *optional_suffixes)
@@ -133,18 +129,14 @@ class Checkpoint:
         digest = hashlib.blake2b(repr(config).encode(), digest_size=16, person=b"mooncake.weigh")
         total_bytes = sum(entry.size_bytes for entry in self.entries.values())
         is_whole = total_bytes <= HASHED_BYTES_MAX
-        files: dict[Path, BinaryIO] = {}
-        try:
+        paths = {entry.path for entry in self.entries.values()}
+        with contextlib.ExitStack() as stack:
+            files = {path: stack.enter_context(path.open("rb")) for path in paths}
             for name, entry in sorted(self.entries.items()):
                 digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode())
-                if entry.path not in files:
-                    files[entry.path] = entry.path.open("rb")
                 for start, size_bytes in _samples(entry.size_bytes, is_whole):
                     files[entry.path].seek(entry.offset_bytes + start)
                     digest.update(files[entry.path].read(size_bytes))
-        finally:
-            for file in files.values():
-                file.close()
         return digest.hexdigest()
 
 
@@ -236,24 +228,18 @@ def _read_header(path: Path, found: list[str]) -> dict[str, TensorEntry]:
                 found.append(f"{path.name} is damaged or cut short: it has no whole header")
                 return {}
             header = json.loads(file.read(header_bytes))
-        entries = {
-            name: _entry(path, value, 8 + header_bytes)
-            for name, value in header.items()
-            if name != "__metadata__"
-        }
+        header.pop("__metadata__", None)
+        entries = {name: _entry(path, header[name], 8 + header_bytes) for name in header}
+        end = max((entry.offset_bytes + entry.size_bytes for entry in entries.values()), default=0)
+        if end <= file_bytes:
+            return entries
+        problem = f"is cut short: it has {file_bytes} bytes and needs {end}; copy it again"
     except OSError as error:
-        found.append(f"{path.name} cannot be read: {error}")
-        return {}
+        problem = f"cannot be read: {error}"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found.append(f"{path.name} is damaged: its header is invalid ({error})")
-        return {}
-    end = max((entry.offset_bytes + entry.size_bytes for entry in entries.values()), default=0)
-    if end > file_bytes:
-        found.append(
-            f"{path.name} is cut short: it has {file_bytes} bytes and needs {end}; copy it again"
-        )
-        return {}
-    return entries
+        problem = f"is damaged: its header is invalid ({error})"
+    found.append(f"{path.name} {problem}")
+    return {}
 
 
 def _entry(path: Path, value: dict[str, Any], data_start: int) -> TensorEntry:

@@ -59,19 +59,15 @@ class ServingEngine(Protocol):
     def import_pages(self, pages: Sequence[int]) -> None:
         """Copy these pages from `kv_pool` to the device. Steps that begin later wait for the copy.
 
-        Any thread may call this method. It does nothing in TrtllmEngine and on a CPU, where
-        `kv_pool` is the engine's own memory.
+        Any thread may call this. On a CPU nothing is copied: `kv_pool` is the engine's own memory.
         """
-        ...
 
     def export_pages(self, pages: Sequence[int]) -> None:
         """Copy these pages from the device to `kv_pool`, so that the caller can read them there.
 
-        Any thread may call this method. The caller must not read KV that a running step computes.
-        Layers that `on_layer` announced are in `kv_pool` without this call. The method does nothing
-        in TrtllmEngine and on a CPU.
+        Any thread may call this. The caller must not read KV that a running step computes. Layers
+        that `on_layer` announced are in `kv_pool` without this call.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -90,7 +86,6 @@ class Engine(ServingEngine, Protocol):
         `on_layer(l)` is called when the KV of layer l of *all* sequences is in `kv_pool`. All calls
         are made before `forward` returns, in order of layers.
         """
-        ...
 
 
 class LayerPassing(Protocol):
@@ -103,7 +98,6 @@ class LayerPassing(Protocol):
         order, each in the same chunks. On return the KV is in the ring buffers and in `kv_pool`.
         The last layer returns logits [vocabulary_tokens] of the chunk's last token, others None.
         """
-        ...
 
 
 class LayerEngine(Engine, Protocol):
@@ -118,8 +112,6 @@ class LayerEngine(Engine, Protocol):
     ) -> LayerPassing:
         """Begin the prefill of a prompt at token `start`. rings[i] is block i's ring buffer. The
         last layer fills `scores`, as `Work.scores`."""
-        ...
 
     def import_layer(self, rings: Sequence[int], layer: int) -> None:
         """Like `import_pages`, for one layer of the model in these ring buffers."""
-        ...

@@ -143,21 +143,26 @@ def read_model_config(checkpoint_dir: str | Path) -> ModelConfig:
     """Read config.json of this folder. Raises a CheckpointError with all problems."""
     folder = Path(checkpoint_dir)
     found: list[str] = []
-    raw = read_json(folder / "config.json", found)
-    generation: dict[str, Any] = {}
-    if (folder / "generation_config.json").exists():
-        generation = read_json(folder / "generation_config.json", found) or {}
-    config = None if raw is None else _parsed(raw, generation, found)
+    raw, eos_values = read_config(folder, found)
+    config = None if raw is None else _parsed(raw, eos_values, found)
     kv = quantised_kv(folder)
     if kv is not None and kv != "fp8":
         found.append(
             f"KV is quantised as {kv}, but only fp8 with one scale per tensor is supported"
         )
-    if config is not None and kv == "fp8":
-        config = replace(config, is_kv_fp8=True)
     if config is None or found:
         raise CheckpointError(folder, found)
-    return config
+    return replace(config, is_kv_fp8=kv == "fp8")
+
+
+def read_config(folder: Path, found: list[str]) -> tuple[dict[str, Any] | None, list[Any]]:
+    """(config.json, end-of-sequence ids of generation_config.json or else of config.json)."""
+    raw = read_json(folder / "config.json", found)
+    generation: dict[str, Any] = {}
+    if (folder / "generation_config.json").exists():
+        generation = read_json(folder / "generation_config.json", found) or {}
+    value = generation.get("eos_token_id", (raw or {}).get("eos_token_id"))
+    return raw, value if isinstance(value, list) else [] if value is None else [value]
 
 
 def quantised_kv(folder: Path) -> str | None:
@@ -203,19 +208,17 @@ def read_json(path: Path, found: list[str]) -> dict[str, Any] | None:
     """The JSON object in this file. On failure returns None and appends the problem to `found`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(value, dict):
+            return value
+        problem = f"must be a JSON object, is a {type(value).__name__}"
     except FileNotFoundError:
-        found.append(f"{path.name} is missing; is this a Hugging Face folder?")
-        return None
+        problem = "is missing; is this a Hugging Face folder?"
     except OSError as error:
-        found.append(f"{path.name} cannot be read: {error}")
-        return None
+        problem = f"cannot be read: {error}"
     except ValueError as error:  # JSON and UTF-8 errors
-        found.append(f"{path.name} is not valid JSON: {error}")
-        return None
-    if not isinstance(value, dict):
-        found.append(f"{path.name} must be a JSON object, is a {type(value).__name__}")
-        return None
-    return value
+        problem = f"is not valid JSON: {error}"
+    found.append(f"{path.name} {problem}")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,36 +229,29 @@ class ConfigReader:
     found: list[str]
 
     def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self.raw.get(key)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
-            self.found.append(f"config.json: {key} must be {kind}, is {value!r}")
-            return 1
-        return value
+        kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        return self._value(key, default, kind, lambda value: type(value) is int and value >= least)
 
     def number(self, key: str, default: float | None = None) -> float:
+        kind = "a positive number"
+        is_right = lambda value: type(value) in (int, float) and value > 0  # noqa: E731
+        return float(self._value(key, default, kind, is_right))
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        return self._value(key, default, "true or false", lambda value: type(value) is bool)
+
+    def _value(self, key: str, default: Any, kind: str, is_right: Callable[[Any], bool]) -> Any:
+        """`type(value)`, because True is an instance of int."""
         value = self.raw.get(key)
         if value is None and default is not None:
             return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            self.found.append(f"config.json: {key} must be a positive number, is {value!r}")
-            return 1.0
-        return float(value)
-
-    def flag(self, key: str, default: bool = False) -> bool:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self.found.append(f"config.json: {key} must be true or false, is {value!r}")
-        return bool(value)
+        if is_right(value):
+            return value
+        self.found.append(f"config.json: {key} must be {kind}, is {value!r}")
+        return 1
 
 
-def _parsed(
-    raw: dict[str, Any], generation: dict[str, Any], found: list[str]
-) -> ModelConfig | None:
+def _parsed(raw: dict[str, Any], eos_values: list[Any], found: list[str]) -> ModelConfig | None:
     architectures = raw.get("architectures") or []
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     family = FAMILIES.get(name) if isinstance(name, str) else None
@@ -304,7 +300,7 @@ def _parsed(
         has_output_bias=attention_bias,
         has_mlp_bias=family == "llama" and read.flag("mlp_bias"),
         has_qk_norm=family == "qwen3",
-        eos_token_ids=_eos_token_ids(raw, generation, vocabulary_tokens, found),
+        eos_token_ids=_eos_token_ids(eos_values, vocabulary_tokens, found),
         latent=latent,
         experts=_experts(read) if latent else None,
         predicting_layers=read.integer("num_nextn_predict_layers", 0, least=0) if latent else 0,
@@ -371,8 +367,7 @@ def _unsupported(raw: Mapping[str, Any]) -> Iterator[str]:
         yield f"config.json: hidden_act {raw['hidden_act']!r} is not supported; only silu is"
     if raw.get("use_sliding_window"):
         yield "config.json: use_sliding_window is not supported; only full attention is"
-    layer_types = raw.get("layer_types") or []
-    other = {str(kind) for kind in layer_types} - {"full_attention"}
+    other = {str(kind) for kind in raw.get("layer_types") or []} - {"full_attention"}
     if other:
         yield f"config.json: layer_types {sorted(other)} are not supported; only full_attention is"
     if raw.get("quantization_config") and _has_quantised_weights(raw["quantization_config"]):
@@ -448,17 +443,11 @@ def _yarn(rope: RopeConfig, read: ConfigReader) -> RopeConfig:
     )
 
 
-def _eos_token_ids(
-    raw: Mapping[str, Any], generation: Mapping[str, Any], vocabulary_tokens: int, found: list[str]
-) -> tuple[int, ...]:
-    """End-of-sequence ids of generation_config.json, else those of config.json."""
-    value = generation.get("eos_token_id", raw.get("eos_token_id"))
-    values = value if isinstance(value, list) else [] if value is None else [value]
+def _eos_token_ids(values: list[Any], vocabulary_tokens: int, found: list[str]) -> tuple[int, ...]:
     for token_id in values:
-        is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
-        if not is_id or not 0 <= token_id < vocabulary_tokens:
+        if type(token_id) is not int or not 0 <= token_id < vocabulary_tokens:
             found.append(f"eos_token_id {token_id!r} is no token id of the vocabulary")
-    return tuple(token_id for token_id in values if isinstance(token_id, int))
+    return tuple(values)
 
 
 SHOWN_MAX = 20  # limit of problems in one message; a wrong number of layers causes hundreds

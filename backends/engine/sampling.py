@@ -46,13 +46,11 @@ class Guide(Protocol):
 
     def allowed(self) -> NDArray[np.bool_]:
         """[vocabulary]: whether each token id may be the next token."""
-        ...
 
     def advance(self, token_id: int) -> None: ...
 
     def copy(self) -> Guide:
         """A matcher with the same state, which advances by itself."""
-        ...
 
 
 class Drawn(NamedTuple):

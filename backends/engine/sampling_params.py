@@ -169,12 +169,10 @@ def _biases(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
 def _endings(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
     if len(params.end_ids) > END_IDS_MAX:
         yield f"{len(params.end_ids)} end ids; use at most {END_IDS_MAX}"
+    last = limits.vocabulary_tokens - 1
     for token_id in params.end_ids[:END_IDS_MAX]:
-        if not 0 <= token_id < limits.vocabulary_tokens:
-            yield (
-                f"end id {token_id} is outside the vocabulary; use 0 to "
-                f"{limits.vocabulary_tokens - 1}"
-            )
+        if not 0 <= token_id <= last:
+            yield f"end id {token_id} is outside the vocabulary; use 0 to {last}"
     if len(params.stop_words) > STOP_WORDS_MAX:
         yield f"stop_words has {len(params.stop_words)} words; use at most {STOP_WORDS_MAX}"
     for index, word in enumerate(params.stop_words[:STOP_WORDS_MAX]):
@@ -182,7 +180,5 @@ def _endings(params: SamplingParams, limits: SamplingLimits) -> Iterator[str]:
         if size_bytes == 0:
             yield f"stop_words[{index}] is empty; leave it out"
         elif size_bytes > STOP_WORD_BYTES_MAX:
-            yield (
-                f"stop_words[{index}], {word[:16]!r}..., has {size_bytes} bytes; use at most "
-                f"{STOP_WORD_BYTES_MAX}"
-            )
+            name = f"stop_words[{index}], {word[:16]!r}..."
+            yield f"{name}, has {size_bytes} bytes; use at most {STOP_WORD_BYTES_MAX}"

@@ -72,7 +72,7 @@ def a_move(seed: int, region: int) -> tuple[Move, list[tuple[int, int]]]:
 def test_what_was_saved_is_what_is_loaded(memory: Any) -> None:
     kv, pool, copier, region = memory
     stream = torch.cuda.current_stream()
-    pages = BlockPages.of(0, 1, PAGE_BYTES, 32, 32 * PER_BLOCK)
+    pages = BlockPages(0, 1, PAGE_BYTES, 32, 32 * PER_BLOCK)
     shaped = pool.reshape(PAGES, PAGE_BYTES)
     for seed in range(20):
         move, pairs = a_move(seed, region)
@@ -92,7 +92,7 @@ def test_copies_keep_their_place_among_the_work_of_a_stream(memory: Any) -> None
     """Long work before a load and before a save, and a reader right behind the load."""
     kv, pool, copier, region = memory
     stream = torch.cuda.current_stream()
-    pages = BlockPages.of(0, 1, PAGE_BYTES, 32, 32 * PER_BLOCK)
+    pages = BlockPages(0, 1, PAGE_BYTES, 32, 32 * PER_BLOCK)
     move, pairs = a_move(1, region)
     pool[:] = np.random.default_rng(3).integers(0, 256, pool.nbytes, np.uint8)
     shaped = pool.reshape(PAGES, PAGE_BYTES)

@@ -9,8 +9,7 @@ With latent attention (MLA) the ranks are alike: each has the KV of all heads. T
 the pages of one rank. Rank 0 saves these pages, and every rank loads them.
 
 In the memory of an engine a page is one run of all layers, or one run for each layer. A partial
-block has its pages where a whole block has them. Workers with the same TP size, page size and
-layout can exchange blocks; the fingerprint includes all three.
+block has its pages where a whole block has them.
 
 A block lies in a *region* of host memory that the worker and the ranks map: the staging pool, or a
 segment of the worker's storage node. Its *place* is one number: the region in the upper bits, the
@@ -68,6 +67,11 @@ class Move(NamedTuple):
     # Slots that the move reads or fills. A load checks them after the copy, a save before it.
     uses: tuple[SlotUse, ...] = ()
 
+    def part(self, start: int, stop: int) -> Move:
+        """The same for block_ids[start:stop]."""
+        block_ids = self.block_ids[start:stop]
+        return self._replace(first_page=self.first_page + start, block_ids=block_ids)
+
 
 class Orders(NamedTuple):
     """The copies of all ranks in one step. The scheduler's process sends it to all ranks."""
@@ -90,66 +94,67 @@ class BlockPages(NamedTuple):
     """Geometry of one rank."""
 
     rank: int
-    rank_bytes: int  # this rank's part of a store block
-    page_bytes: int  # of all layers: layers * layer_bytes
-    block_bytes: int  # of a store block
-    layers: int
-    layer_bytes: int  # of one layer in one page
-    layer_stride_bytes: int  # from a layer of a page to its next layer; layer_bytes: one run
-    block_stride_bytes: int  # from a page of the engine to its next page
+    tp_size: int
+    page_bytes: int  # of all layers in one page
+    tokens_per_block: int  # of one page
+    block_tokens: int  # of a store block
     is_alike: bool = False  # all ranks have the same pages, and a block has them once
+    layers: int = 1
+    layer_stride_bytes: int = 0  # from a layer of a page to its next layer; 0: no gap
+    block_stride_bytes: int = 0  # from a page of the engine to its next page; 0: no gap
 
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        tp_size: int,
-        page_bytes: int,
-        tokens_per_block: int,
-        block_tokens: int,
-        is_alike: bool = False,
-        *,
-        layers: int = 1,
-        layer_stride_bytes: int = 0,
-        block_stride_bytes: int = 0,
-    ) -> BlockPages:
-        """A stride of 0 is that of pages without gaps, each with all its layers in one run."""
-        assert page_bytes % layers == 0, (page_bytes, layers)
-        rank_bytes = page_bytes * (block_tokens // tokens_per_block)
-        return cls(
-            rank,
-            rank_bytes,
-            page_bytes,
-            rank_bytes * (1 if is_alike else tp_size),
-            layers,
-            layer_bytes=page_bytes // layers,
-            layer_stride_bytes=layer_stride_bytes or page_bytes // layers,
-            block_stride_bytes=block_stride_bytes or page_bytes,
-            is_alike=is_alike,
-        )
+    @property
+    def pages_per_block(self) -> int:
+        return self.block_tokens // self.tokens_per_block
+
+    @property
+    def rank_bytes(self) -> int:
+        """Size of this rank's part of a store block."""
+        return self.page_bytes * self.pages_per_block
+
+    @property
+    def block_bytes(self) -> int:
+        return self.rank_bytes * (1 if self.is_alike else self.tp_size)
 
     @property
     def is_saved(self) -> bool:
         """True if the store gets this rank's pages."""
         return self.rank == 0 or not self.is_alike
 
+    def check(self, block_bytes: int) -> None:
+        """Raises ValueError if these pages cannot make up store blocks of `block_bytes`."""
+        assert self.page_bytes % self.layers == 0, (self.page_bytes, self.layers)
+        if self.block_tokens % self.tokens_per_block:
+            raise ValueError(
+                f"block_tokens is {self.block_tokens}, which is no multiple of the engine's "
+                f"tokens_per_block, {self.tokens_per_block}"
+            )
+        if self.block_bytes != block_bytes:
+            raise ValueError(
+                f"a block of {self.block_tokens} tokens has {self.block_bytes} bytes in the engine "
+                f"({self.tp_size} ranks, {self.layers} layers, pages of {self.page_bytes} bytes "
+                f"and {self.tokens_per_block} tokens), but {block_bytes} in the worker's pool: do "
+                "dtype, checkpoint and tp_size agree? And is KV kept in another dtype (kv_dtype), "
+                "or in pages of other sizes (page_tokens)?"
+            )
+
     def uses(self, part: Move) -> list[SlotUse]:
         """Slots of these pages only: the worker may already have completed earlier ones."""
-        per_block = self.rank_bytes // self.page_bytes
+        per_block = self.pages_per_block
         stop = part.first_page + len(part.block_ids)
         low, high = part.first_page // per_block, -(-stop // per_block)
         return [use for use in part.uses if low <= use.block < high]
 
     def runs(self, moves: Iterable[Move]) -> list[PageRun]:
         """The copies of these moves. Runs that are neighbours on both sides become one copy."""
-        per_block, page_bytes = self.rank_bytes // self.page_bytes, self.page_bytes
-        block_stride_bytes = self.block_stride_bytes
-        rank_offset = 0 if self.is_alike else self.rank * self.rank_bytes
+        per_block, page_bytes = self.block_tokens // self.tokens_per_block, self.page_bytes
+        block_stride_bytes = self.block_stride_bytes or page_bytes
+        rank_offset = 0 if self.is_alike else self.rank * per_block * page_bytes
         pieces, piece_bytes = [(0, 0)], page_bytes  # offsets inside a page: engine, host
-        if self.layer_stride_bytes != self.layer_bytes:
-            piece_bytes = self.layer_bytes
-            layers = range(self.layers)
-            pieces = [(i * self.layer_stride_bytes, i * piece_bytes) for i in layers]
+        stride_bytes = self.layer_stride_bytes
+        if stride_bytes and stride_bytes * self.layers != page_bytes:
+            piece_bytes = page_bytes // self.layers
+            pieces = [(i * stride_bytes, i * piece_bytes) for i in range(self.layers)]
         found: list[PageRun] = []
         run_at = run_place = -1
         run_bytes = 0  # of the run that may still grow
@@ -169,23 +174,3 @@ class BlockPages(NamedTuple):
         if run_bytes:
             found.append(PageRun(run_at, run_place, run_bytes))
         return found
-
-
-def block_problems(
-    pages: BlockPages, tp_size: int, tokens_per_block: int, block_tokens: int, block_bytes: int
-) -> list[str]:
-    """Why these pages cannot make up store blocks of `block_bytes`."""
-    if block_tokens % tokens_per_block:
-        return [
-            f"block_tokens is {block_tokens}, which is no multiple of the engine's "
-            f"tokens_per_block, {tokens_per_block}"
-        ]
-    if pages.block_bytes != block_bytes:
-        return [
-            f"a block of {block_tokens} tokens has {pages.block_bytes} bytes in the engine "
-            f"({tp_size} ranks, {pages.layers} layers, pages of {pages.page_bytes} bytes and "
-            f"{tokens_per_block} tokens), but {block_bytes} in the worker's pool: do dtype, "
-            "checkpoint and tp_size agree? And is KV kept in another dtype (kv_dtype), or in pages "
-            "of other sizes (page_tokens)?"
-        ]
-    return []

@@ -5,8 +5,7 @@
                    | +----Staged, Claimed, Unstaged, Ready, Loaded, Saved, Drained, Broken----+
                    +--> futures, and a Listener for messages that answer no call
 
-Each end has an inbox of its own (ZeroMQ over ipc) and writes to the inboxes of the other side.
-Every wait of a worker has a deadline.
+Each end has an inbox of its own (ZeroMQ over ipc). Every wait of a worker has a deadline.
 
 Unstaging takes two steps, because ranks copy at their own pace. The scheduler reports how many
 copies it has ordered for the request. Then each rank reports when it has finished as many.
@@ -87,15 +86,9 @@ def _listen(
         raise ChannelError(f"cannot listen at {address}: {error}") from error
 
 
-class _Post(Outbox[msgspec.Struct]):
+def _outbox() -> Outbox[msgspec.Struct]:
     """Sends to the inboxes of the other side."""
-
-    def __init__(self) -> None:
-        super().__init__(msgspec.msgpack.Encoder().encode, messages_max=MESSAGES_MAX)
-
-    def post(self, address: str, message: m.ToWorker | m.ToConnector) -> None:
-        if not self.send(address, message):  # its queue is full
-            raise ChannelError(f"{address} does not take its messages")
+    return Outbox(msgspec.msgpack.Encoder().encode, messages_max=MESSAGES_MAX)
 
 
 class ConnectorLink:
@@ -106,18 +99,16 @@ class ConnectorLink:
     ) -> None:
         self._address = address
         self._mailbox = _listen(_inbox(address, name), m.ToConnector, on_message)
-        self._post = _Post()
+        self._outbox = _outbox()
 
     def send(self, message: m.ToWorker) -> None:
         """Never raises: a worker that has stopped listening must not stop the engine."""
-        try:
-            self._post.post(self._address, message)
-        except ChannelError as error:
-            log.error("a message is lost: %s", error)
+        if not self._outbox.send(self._address, message):  # its queue is full
+            log.error("a message is lost: %s does not take its messages", self._address)
 
     def close(self) -> None:
         self._mailbox.close()
-        self._post.close()
+        self._outbox.close()
 
 
 class Listener(Protocol):
@@ -144,13 +135,12 @@ class ConnectorHost:
         self._broken = ""
         self._is_closed = False
         self._waiting: dict[tuple[str, str], tuple[Future[None], float]] = {}  # deadlines
-        self._undrained: dict[str, set[int]] = {}  # ranks that still copy, by unstaged request
+        # Ranks that have not yet loaded (STAGING), drained (UNSTAGING) or mapped (ATTACHING) it.
+        self._left: dict[tuple[str, str], set[int]] = {}
         self._saved: dict[str, dict[int, int]] = defaultdict(dict)  # tokens, by request and rank
-        self._unloaded: dict[str, set[int]] = {}  # ranks that still load, by staged request
-        self._unattached: dict[str, set[int]] = {}  # ranks that have not mapped it, by region
         self._scheduler = _inbox(address, SCHEDULER)
         self._ranks: dict[int, str] = {}  # their inboxes
-        self._post = _Post()
+        self._outbox = _outbox()
         self._mailbox = _listen(address, m.ToWorker, self._on_message, self._expire)
 
     def wait_ready(self, timeout_s: float) -> list[m.Ready]:
@@ -170,7 +160,7 @@ class ConnectorHost:
         before it reuses the pages."""
         with self._changed:
             self._forget(stage.request_id)
-            self._unloaded[stage.request_id] = set(self._ranks)
+            self._left[STAGING, stage.request_id] = set(self._ranks)
         return self._ask(STAGING, stage.request_id, stage, timeout_s)
 
     def unstage(self, request_id: str, timeout_s: float) -> Future[None]:
@@ -181,7 +171,7 @@ class ConnectorHost:
         """Done when every rank has mapped the segment as this region. Fails with the first problem
         of a rank; then the caller must detach it, because other ranks may have mapped it."""
         with self._changed:
-            self._unattached[str(region)] = set(self._ranks)
+            self._left[ATTACHING, str(region)] = set(self._ranks)
             future = self._expect(ATTACHING, str(region), timeout_s)
         self._to_ranks(m.MapSegment(region, path, size_bytes))
         return future
@@ -194,18 +184,20 @@ class ConnectorHost:
         with self._changed:
             inboxes = list(self._ranks.values())
         for inbox in inboxes:
-            self._post.post(inbox, message)
+            self._post(inbox, message)
+
+    def _post(self, inbox: str, message: m.ToConnector) -> None:
+        if not self._outbox.send(inbox, message):  # its queue is full
+            raise ChannelError(f"{inbox} does not take its messages")
 
     def close(self) -> None:
         self._mailbox.close()
         with self._changed:
             self._is_closed = True
-            waiting, self._waiting = self._waiting, {}
-        for future, _ in waiting.values():
-            _fail(future, CLOSED)
+        self._fail_all(CLOSED)
         for inbox in (self._scheduler, *self._ranks.values()):
-            self._post.send(inbox, m.Goodbye())
-        self._post.close()
+            self._outbox.send(inbox, m.Goodbye())
+        self._outbox.close()
 
     def _is_complete(self) -> bool:
         return bool(self._ready) and len(self._ready) == next(iter(self._ready.values())).tp_size
@@ -221,7 +213,7 @@ class ConnectorHost:
             if (kind, request_id) in self._waiting:
                 return self._waiting[kind, request_id][0]
             future = self._expect(kind, request_id, timeout_s)
-        self._post.post(self._scheduler, message)
+        self._post(self._scheduler, message)
         return future
 
     def _expect(self, kind: str, name: str, timeout_s: float) -> Future[None]:
@@ -245,9 +237,11 @@ class ConnectorHost:
             case m.Refused():
                 self._resolve(STAGING, message.request_id, message.reason)
             case m.Unstaged():
-                self._drain(message)
+                with self._changed:
+                    self._left[UNSTAGING, message.request_id] = set(self._ranks)
+                self._to_ranks(m.Drain(message.request_id, message.moves))
             case m.Drained():
-                if self._is_last(self._undrained, message.request_id, message.rank):
+                if self._is_last(UNSTAGING, message.request_id, message.rank):
                     with self._changed:
                         self._forget(message.request_id)
                     self._resolve(UNSTAGING, message.request_id)
@@ -256,10 +250,10 @@ class ConnectorHost:
                 self._listener.claimed(message.request_id, local_tokens, loaded_tokens)
             case m.SegmentMapped():
                 name = str(message.region)
-                if self._is_last(self._unattached, name, message.rank) or message.problem:
+                if self._is_last(ATTACHING, name, message.rank) or message.problem:
                     self._resolve(ATTACHING, name, message.problem)
             case m.Loaded():
-                if self._is_last(self._unloaded, message.request_id, message.rank):
+                if self._is_last(STAGING, message.request_id, message.rank):
                     self._listener.loaded(message.request_id)
             case m.Saved():
                 tokens = self._all_have(message)
@@ -268,15 +262,15 @@ class ConnectorHost:
             case m.Broken():
                 self._break(message.reason)
 
-    def _is_last(self, left_of: dict[str, set[int]], name: str, rank: int) -> bool:
-        """True if `rank` was the last rank of `left_of[name]`."""
+    def _is_last(self, kind: str, name: str, rank: int) -> bool:
+        """True if all other ranks have reported before."""
         with self._changed:
-            left = left_of.get(name)
+            left = self._left.get((kind, name))
             if left is None:
                 return False
             left.discard(rank)
             if not left:
-                del left_of[name]
+                del self._left[kind, name]
             return not left
 
     def _all_have(self, message: m.Saved) -> int | None:
@@ -290,14 +284,7 @@ class ConnectorHost:
 
     def _forget(self, request_id: str) -> None:
         self._saved.pop(request_id, None)
-        self._unloaded.pop(request_id, None)
-
-    def _drain(self, message: m.Unstaged) -> None:
-        with self._changed:
-            ranks = dict(self._ranks)
-            self._undrained[message.request_id] = set(ranks)
-        for inbox in ranks.values():
-            self._post.post(inbox, m.Drain(message.request_id, message.moves))
+        self._left.pop((STAGING, request_id), None)
 
     def _resolve(self, kind: str, request_id: str, error: str = "") -> None:
         with self._changed:
@@ -319,11 +306,15 @@ class ConnectorHost:
     def _break(self, reason: str) -> None:
         with self._changed:
             self._broken = self._broken or reason
-            waiting, self._waiting = self._waiting, {}
             self._changed.notify_all()
+        self._fail_all(reason)
+        self._listener.broken(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        with self._changed:
+            waiting, self._waiting = self._waiting, {}
         for future, _ in waiting.values():
             _fail(future, reason)
-        self._listener.broken(reason)
 
 
 def _fail(future: Future[None], reason: str) -> None:

@@ -1,8 +1,7 @@
 """Copies between the engine's pages and host memory.
 
-`HostCopier` copies pages in host memory: those of tests and of engines on CPUs. `CudaCopier` does
-the same on a GPU, beside the forward pass. Loads and saves have streams of their own, which events
-tie to the forward pass:
+`HostCopier` copies pages in host memory: those of tests and of engines on CPUs. `CudaCopier` copies
+those on a GPU, beside the forward pass, by streams of its own that events tie to the pass:
 
     load:        forward stream -event-> load stream: copies -event-> forward stream continues
     load aside:  forward stream -event-> aside stream: copies -> a thread waits
@@ -11,7 +10,7 @@ tie to the forward pass:
 A load waits for the present work of the forward stream: its pages may just have been freed by a
 request whose last step still runs. Host memory is page-locked, so copy engines of the GPU move the
 bytes. ctypes calls the CUDA driver, because a call of torch may cost more than the copy of a page
-(not measured). torch is imported late: a process without CUDA does not need it.
+(not measured).
 
 Not here: which pages are copied (rank_copies.py), what a place is (block_pages.py).
 """

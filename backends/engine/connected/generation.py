@@ -74,6 +74,8 @@ class ConnectedEngine(ServingEngine, Protocol):
     is_connected: bool  # False: it has no connector, so it loads and saves no blocks
     is_native: bool  # True: it hands KV over by itself
     page_tokens: int  # tokens of one of the engine's own pages
+    max_seq_len: int  # largest number of prompt and output tokens that the engine itself accepts
+    slots: int  # requests in one step
     hardware: str  # name of the hardware in the machine profile
     stats: Any  # numbers of its newest step: `raw`, empty before the first, and `series()`
 
@@ -92,10 +94,6 @@ class ConnectedEngine(ServingEngine, Protocol):
         """Parameters of the engine's own hand-over. `state`: what prefill's Outcome had."""
 
     def generate(self, order: Order, sink: Sink) -> EngineRun: ...
-
-    def measured_prefill(self, budget_s: float) -> list[tuple[int, int, float]]: ...
-
-    def measured_decode(self, budget_s: float) -> list[tuple[int, int, float]]: ...
 
 
 class EngineHealth:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +39,10 @@ class StagingPool:
         assert pages > 0 and page_bytes > 0, (pages, page_bytes)
         prefix = f"{run}-pool-{worker_id}-"
         _remove_dead(prefix)
-        self.path = SHM / f"{prefix}{os.getpid()}"
-        number = 0
-        while self.path.exists():  # after a reload, and in tests with several pools
-            number += 1
-            self.path = SHM / f"{prefix}{os.getpid()}-{number}"
+        # After a reload a process has two pools.
+        file, path = tempfile.mkstemp(prefix=f"{prefix}{os.getpid()}-", dir=SHM)
+        self.path = Path(path)
         size_bytes = pages * page_bytes
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             # Allocate all memory now. A full /dev/shm would be a SIGBUS during a later copy.
             os.posix_fallocate(file, 0, size_bytes)
@@ -66,7 +64,7 @@ class StagingPool:
 
 
 def _remove_dead(prefix: str) -> None:
-    """Remove the pools of killed processes; a file's name ends with the process id."""
+    """Remove the pools of killed processes; `prefix` and the process id begin a file's name."""
     for path in SHM.glob(f"{prefix}*"):
         owner = path.name.removeprefix(prefix).split("-")[0]
         if owner.isdecimal() and not psutil.pid_exists(int(owner)):
@@ -76,17 +74,13 @@ def _remove_dead(prefix: str) -> None:
 
 def map_pool(path: str, block_bytes: int) -> Bytes:
     """A rank's view of the staging pool."""
-    file = os.open(path, os.O_RDWR)
-    try:
-        size_bytes = os.fstat(file).st_size
-        if not size_bytes or size_bytes % block_bytes:
-            raise ValueError(
-                f"the staging pool {path} has {size_bytes} bytes, which are no whole pages of "
-                f"{block_bytes}"
-            )
-        return np.frombuffer(mmap.mmap(file, size_bytes), dtype=np.uint8)
-    finally:
-        os.close(file)
+    size_bytes = os.path.getsize(path)
+    if not size_bytes or size_bytes % block_bytes:
+        raise ValueError(
+            f"the staging pool {path} has {size_bytes} bytes, which are no whole pages of "
+            f"{block_bytes}"
+        )
+    return np.memmap(path, np.uint8, "r+").view(np.ndarray)
 
 
 class HostMemory:

@@ -17,9 +17,8 @@ import statistics
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
-from backends.engine.connected.generation import EngineRun, Order, Outcome, Sink
+from backends.engine.connected.generation import ConnectedEngine, Order, Outcome
 from backends.engine.sampling_params import SamplingParams
 
 # (new tokens, tokens before them)
@@ -30,14 +29,6 @@ DECODE_POINTS = ((1, 64), (1, 1024), (4, 512), (8, 256), (16, 256))  # (batch, c
 POINTS_MIN = 3  # measured even beyond the budget; the fit needs samples
 GAPS = 12
 ANSWER_S_MAX = 120.0
-
-
-class Measured(Protocol):
-    max_seq_len: int  # prompt and output tokens of a request
-    vocabulary_tokens: int
-
-    def sampling(self, params: SamplingParams, position: int, tokens: int) -> object: ...
-    def generate(self, order: Order, sink: Sink) -> EngineRun: ...
 
 
 class Stopwatch:
@@ -62,7 +53,7 @@ class Stopwatch:
             raise self.error
 
 
-def measured_prefill(engine: Measured, budget_s: float) -> list[tuple[int, int, float]]:
+def measured_prefill(engine: ConnectedEngine, budget_s: float) -> list[tuple[int, int, float]]:
     """(new tokens, tokens before them, seconds)"""
     rng = random.Random(1)
     samples: list[tuple[int, int, float]] = []
@@ -81,13 +72,13 @@ def measured_prefill(engine: Measured, budget_s: float) -> list[tuple[int, int, 
     return samples
 
 
-def measured_decode(engine: Measured, budget_s: float, slots: int) -> list[tuple[int, int, float]]:
+def measured_decode(engine: ConnectedEngine, budget_s: float) -> list[tuple[int, int, float]]:
     """(batch, context tokens of all, seconds of a step)"""
     rng = random.Random(2)
     samples: list[tuple[int, int, float]] = []
     until_s = time.perf_counter() + budget_s
     for batch, context in DECODE_POINTS:
-        if batch > slots or context + GAPS >= engine.max_seq_len:
+        if batch > engine.slots or context + GAPS >= engine.max_seq_len:
             continue
         prompts = [_tokens(engine, rng, context) for _ in range(batch)]
         watches = _run(engine, prompts, GAPS + 1)
@@ -102,17 +93,17 @@ def measured_decode(engine: Measured, budget_s: float, slots: int) -> list[tuple
     return samples
 
 
-def _tokens(engine: Measured, rng: random.Random, count: int) -> list[int]:
+def _tokens(engine: ConnectedEngine, rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(engine.vocabulary_tokens) for _ in range(count)]
 
 
-def _seconds(engine: Measured, prompt: list[int]) -> float:
+def _seconds(engine: ConnectedEngine, prompt: list[int]) -> float:
     started_s = time.perf_counter()
     _run(engine, [prompt], 1)
     return time.perf_counter() - started_s
 
 
-def _run(engine: Measured, prompts: Sequence[list[int]], tokens: int) -> list[Stopwatch]:
+def _run(engine: ConnectedEngine, prompts: Sequence[list[int]], tokens: int) -> list[Stopwatch]:
     sampling = engine.sampling(SamplingParams(max_tokens=tokens), 0, tokens)
     watches = [Stopwatch() for _ in prompts]
     for prompt, watch in zip(prompts, watches, strict=True):

@@ -2,8 +2,7 @@
 
 A worker *stages* a prompt before it submits it. The KV that was found for the prompt lies in leased
 slots of the worker's storage node, or in pages of the staging pool. `Stage` describes it to the
-connector, and after `Staged` the worker submits the prompt. The connector answers the engine from
-staged prompts only, never from the network, because a promised load must not fail.
+connector, and after `Staged` the worker submits the prompt.
 
 Not here: sockets and deadlines (channel.py), places (block_pages.py).
 """

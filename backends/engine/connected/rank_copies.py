@@ -4,12 +4,10 @@ The engine's thread passes orders on and does not wait for copies (HostCopier lo
 thread of copies waits for events, copies, notifies the worker, and counts the finished moves of
 each request. The counts decide when a request is drained, and when the engine may reuse its pages.
 
-After a load the slot must still hold the verified block, which a lease ensures. If it does not, the
-engine's pages hold unknown bytes: the rank sends `Broken`, and the worker ends the engine. A save
-into a slot checks before the copy. If the slot is not the worker's any more, no further page of the
-request is saved. Such a slot is quarantined for longer than check and copy take.
-
-If ranks are alike, only rank 0 copies saves, and all ranks report them.
+A load checks after the copy that the slot still holds the verified block, which a lease ensures. If
+it does not, the engine's pages hold unknown bytes: the rank sends `Broken`. A save checks before
+the copy. If the slot is not the worker's any more, no further page of the request is saved. Such a
+slot is quarantined for longer than check and copy take.
 
 Not here: which pages are copied (scheduler.py), the copies themselves (copier.py).
 """
@@ -24,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from backends.engine.connected import messages as m
-from backends.engine.connected.block_pages import BlockPages, LlmId, Move, Orders, SlotUse
+from backends.engine.connected.block_pages import BlockPages, LlmId, Move, Orders
 from backends.engine.connected.copier import Copier, Event, RegionRefused, make_copier
 from backends.engine.connected.host_memory import map_pool
 from mooncake_store.memory.segment import Segment
@@ -46,14 +44,10 @@ class Batch(NamedTuple):
 
 class RankCopies:
     def __init__(
-        self,
-        pages: BlockPages,
-        tokens_per_block: int,
-        copier: Copier,
-        send: Callable[[m.ToWorker], None],
+        self, pages: BlockPages, copier: Copier, send: Callable[[m.ToWorker], None]
     ) -> None:
         self._pages = pages
-        self._tokens_per_block = tokens_per_block
+        self._part_pages = max(1, PART_BYTES_MAX // pages.page_bytes)
         self._copier = copier
         self._send = send
         self._lock = threading.Condition()
@@ -70,8 +64,7 @@ class RankCopies:
         self._load_stream: Any = None
         self._is_broken = False
         self._segments: dict[int, Segment] = {}  # by region
-        self._attaching: set[int] = set()  # regions
-        self._unwanted: set[int] = set()  # regions unmapped while they were attaching
+        self._attaching: dict[int, bool] = {}  # region -> whether it was unmapped meanwhile
         self._batches: queue.SimpleQueue[Batch | m.UnmapSegment | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv-copies", daemon=True)
         self._thread.start()
@@ -87,8 +80,7 @@ class RankCopies:
         if orders.saves:
             self._next_saves += orders.saves
             with self._lock:
-                for move in orders.saves:
-                    self._saving[move.llm_id] += 1
+                self._saving.update(move.llm_id for move in orders.saves)
         aside = [move for move in orders.loads if move.is_aside]
         if loads := [move for move in orders.loads if not move.is_aside]:
             self._load_event = self._copier.load(self._pages.runs(loads), stream)
@@ -135,9 +127,8 @@ class RankCopies:
     def finished(self, llm_ids: Sequence[LlmId]) -> list[LlmId]:
         """The requests whose pages the engine may reuse: at most one, always the oldest.
 
-        Older releases of TensorRT-LLM end one save in a step and forget the others that all ranks
-        have finished. All ranks get the same requests in the same calls. So with one request at a
-        time, in one order, ranks never complete two requests in one step.
+        Older releases of TensorRT-LLM end one save in a step and forget the others. With one
+        request at a time, in one order on all ranks, no step completes two requests.
 
         Called at the end of each step, also of one whose pass raised.
         """
@@ -169,7 +160,7 @@ class RankCopies:
             if is_over:
                 self._send(m.Drained(message.request_id, self._pages.rank))
         elif isinstance(message, m.MapSegment):  # slow, as it locks all pages
-            self._attaching.add(message.region)
+            self._attaching[message.region] = False
             threading.Thread(
                 target=self._attach, args=[message], name="kv-attach", daemon=True
             ).start()
@@ -189,9 +180,7 @@ class RankCopies:
         except (SegmentRefused, RegionRefused, OSError) as error:
             problem = f"rank {self._pages.rank}: {error}"
         with self._lock:
-            self._attaching.discard(message.region)
-            is_unwanted = message.region in self._unwanted
-            self._unwanted.discard(message.region)
+            is_unwanted = self._attaching.pop(message.region)
         if is_unwanted:
             self._batches.put(m.UnmapSegment(message.region))
         self._send(m.SegmentMapped(self._pages.rank, message.region, problem))
@@ -199,7 +188,7 @@ class RankCopies:
     def _detach(self, region: int) -> None:
         with self._lock:
             if region in self._attaching:
-                self._unwanted.add(region)
+                self._attaching[region] = True
                 return
             segment = self._segments.pop(region, None)
         if segment is not None:
@@ -238,11 +227,8 @@ class RankCopies:
     def _load_aside(self, batch: Batch) -> None:
         """Copy a part; the rest goes to the end of the queue."""
         (move,) = batch.moves
-        stop = batch.pages_done + max(1, PART_BYTES_MAX // self._pages.page_bytes)
-        part = move._replace(
-            first_page=move.first_page + batch.pages_done,
-            block_ids=move.block_ids[batch.pages_done : stop],
-        )
+        stop = batch.pages_done + self._part_pages
+        part = move.part(batch.pages_done, stop)
         self._copier.load_aside(self._pages.runs([part]), batch.event)
         if stop < len(move.block_ids):
             self._batches.put(batch._replace(pages_done=stop))
@@ -259,31 +245,25 @@ class RankCopies:
         """Check the slots after these loads, then report the loads."""
         for move in moves:
             if not all(self._copier.memory.is_still(use) for use in move.uses):
-                raise RuntimeError(
-                    "a slot of the storage node was given away while it was read for "
-                    f"{move.request_id}"
-                )
+                lost = "a slot of the storage node was given away while it was read for"
+                raise RuntimeError(f"{lost} {move.request_id}")
             self._send(m.Loaded(move.request_id, self._pages.rank))
 
     def _save(self, batch: Batch) -> None:
-        pages_max = max(1, PART_BYTES_MAX // self._pages.page_bytes)
         for move in batch.moves:
-            for start in range(0, len(move.block_ids), pages_max):
-                part = move._replace(
-                    first_page=move.first_page + start,
-                    block_ids=move.block_ids[start : start + pages_max],
-                )
-                if not self._may_save(part, self._pages.uses(part)):
+            for start in range(0, len(move.block_ids), self._part_pages):
+                part = move.part(start, start + self._part_pages)
+                if not self._may_save(part):
                     break
-                if self._pages.is_saved:
+                if self._pages.is_saved:  # otherwise rank 0 copies it
                     self._copier.save(self._pages.runs([part]), batch.event)
-                tokens = (part.first_page + len(part.block_ids)) * self._tokens_per_block
+                tokens = (part.first_page + len(part.block_ids)) * self._pages.tokens_per_block
                 self._send(m.Saved(move.request_id, self._pages.rank, tokens))
 
-    def _may_save(self, move: Move, uses: Sequence[SlotUse]) -> bool:
+    def _may_save(self, move: Move) -> bool:
         with self._lock:
             if move.request_id not in self._given_away:
-                if all(self._copier.memory.is_still(use) for use in uses):
+                if all(self._copier.memory.is_still(use) for use in self._pages.uses(move)):
                     return True
                 log.warning("slots for %s were given away: it is not saved", move.request_id)
                 self._given_away.add(move.request_id)
@@ -316,21 +296,15 @@ class RankCopies:
 
 
 def register(
-    site: m.Site,
-    pages: BlockPages,
-    tp_size: int,
-    tokens_per_block: int,
-    kv: Any,
-    gpu_pages: int,
-    send: Callable[[m.ToWorker], None],
+    site: m.Site, pages: BlockPages, kv: Any, gpu_pages: int, send: Callable[[m.ToWorker], None]
 ) -> tuple[RankCopies, m.Ready]:
-    """The copies of a rank whose sizes agree with the site's, and the message to send then.
+    """The copies of a rank, and the message to send then. Raises ValueError if the pages do not
+    make up the site's blocks.
 
     `kv`: the memory of all pages of this rank, a contiguous torch tensor.
     """
+    pages.check(site.block_bytes)
     pool = map_pool(site.pool_path, site.block_bytes)
-    copies = RankCopies(pages, tokens_per_block, make_copier(kv, pool), send)
-    pool_pages = len(pool) // site.block_bytes
-    return copies, m.Ready(
-        pages.rank, tp_size, pages.rank_bytes, tokens_per_block, pool_pages, gpu_pages
-    )
+    copies = RankCopies(pages, make_copier(kv, pool), send)
+    sizes = (pages.rank, pages.tp_size, pages.rank_bytes, pages.tokens_per_block)
+    return copies, m.Ready(*sizes, len(pool) // site.block_bytes, gpu_pages)

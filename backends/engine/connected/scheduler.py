@@ -5,10 +5,9 @@ tokens it need not compute, and counts these tokens as computed from then on. So
 ordered in any case, even if the worker unstages the request first. A save is ordered together with
 the pass that fills its pages.
 
-`StageTable` holds the staged prompts and the requests that have taken them. A request is recognised
-by all of its tokens and its cache salt. A stage's keys are checked against its tokens when the
-stage arrives. A later comparison of tokens takes half the time of hashing them, and the engine may
-hold a lock during it. Equal prompts have a stage each, which are taken in order.
+A request takes the oldest stage with all of its tokens and its cache salt. Comparing tokens takes
+half the time of hashing them, and the engine may hold a lock meanwhile. So a stage's keys are
+checked against its tokens once, when the stage arrives.
 
 Two threads: the engine's calls and the channel's stages. `_lock` guards the table.
 
@@ -83,7 +82,7 @@ class StageScheduler(ABC):
 
     def _unstage(self, request_id: str) -> m.Unstaged | None:
         """None: the reply follows when the promised load is ordered."""
-        entry = self._table.get(request_id)
+        entry = self._table.entries.get(request_id)
         if entry is None:
             return m.Unstaged(request_id, 0)
         entry.is_unstaged = True
@@ -102,7 +101,7 @@ class StageScheduler(ABC):
         """Tokens after the local ones that are loaded, in whole pages. One token is left over."""
         tokens_per_block = self._tokens_per_block
         with self._lock:
-            if self._table.taken_by(llm_id) is not None:
+            if llm_id in self._table.taken:
                 return 0  # asked again: the first promise counts
             entry = self._table.take(llm_id, token_ids, salt)
             if entry is None:
@@ -129,7 +128,7 @@ class StageScheduler(ABC):
     def allocated(self, request: Any, block_ids: Sequence[int]) -> None:
         """The engine has allocated these pages for the prompt."""
         with self._lock:
-            entry = self._table.taken_by(request.request_id)
+            entry = self._table.taken.get(request.request_id)
             if entry is None:
                 return
             self._given(entry, block_ids)
@@ -148,12 +147,12 @@ class StageScheduler(ABC):
             due, self._due = self._due, []
             loads = [entry.load() for entry in due]
             for data in new:
-                entry = self._table.taken_by(data.request_id)
+                entry = self._table.taken.get(data.request_id)
                 if entry is not None:
                     self._given(entry, data.new_block_ids)
                     self._save(entry, self._position(entry, data, True), saves)
             for data in cached:
-                entry = self._table.taken_by(data.request_id)
+                entry = self._table.taken.get(data.request_id)
                 if entry is not None:
                     entry.block_ids += data.new_block_ids
                     self._save(entry, self._position(entry, data, False), saves)
@@ -177,7 +176,7 @@ class StageScheduler(ABC):
         """True if the request's pages must stay until every rank has finished its copies."""
         llm_id = request.request_id
         with self._lock:
-            entry = self._table.finish(llm_id)
+            entry = self._table.taken.pop(llm_id, None)
             may_load = llm_id in self._aside  # a request may be cancelled during its load
             self._aside.discard(llm_id)
             return may_load or (entry is not None and entry.done_pages > entry.loaded_pages)
@@ -208,13 +207,9 @@ class Entry:
     position: int = 0  # tokens computed after the newest pass
     moves: int = 0  # ordered so far
 
-    def is_for(self, packed: bytes, salt: Salt) -> bool:
-        return salt in self.salts and self.stage.token_ids == packed
-
     def load(self) -> Move:
         """The order for the promised load."""
         self.is_load_due = False
-        self.moves += 1
         return self._move(self.first_page, self.first_page + self.load_pages, self.is_aside)
 
     def save(self, computed_tokens: int, tokens_per_block: int) -> Move | None:
@@ -224,11 +219,11 @@ class Entry:
             return None
         move = self._move(self.done_pages, full)
         self.done_pages = full
-        self.moves += 1
         return move
 
     def _move(self, first: int, stop: int, is_aside: bool = False) -> Move:
         assert self.llm_id is not None, f"no request has taken {self.stage.request_id}"
+        self.moves += 1
         stage, pages = self.stage, self.block_ids[first:stop]
         uses: tuple[SlotUse, ...] = ()
         if stage.uses:
@@ -254,25 +249,22 @@ class StageTable:
     def __init__(self, block_tokens: int, tokens_per_block: int) -> None:
         self._tokens_per_block = tokens_per_block
         self._pages_per_block = block_tokens // tokens_per_block
-        self._entries: dict[str, Entry] = {}
+        self.entries: dict[str, Entry] = {}
         # Stages that no request has taken, by length and last tokens of the prompt.
         self._free: dict[tuple[int, bytes], deque[Entry]] = {}
         self._lengths: dict[int, int] = {}  # number of these stages, by length of the prompt
-        self._taken: dict[LlmId, Entry] = {}
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self.taken: dict[LlmId, Entry] = {}  # until the engine finishes the request
 
     def add(self, stage: Stage, salts: tuple[Salt, ...]) -> str:
         """Returns the problem, or an empty string."""
-        if stage.request_id in self._entries:
+        if stage.request_id in self.entries:
             return f"{stage.request_id} is staged already"
         loaded = stage.loaded_tokens // self._tokens_per_block
         pages_max = len(stage.places) * self._pages_per_block
         if stage.saved_tokens_max:
             pages_max = min(pages_max, stage.saved_tokens_max // self._tokens_per_block)
         entry = Entry(stage, loaded, pages_max, self._pages_per_block, salts, done_pages=loaded)
-        self._entries[stage.request_id] = entry
+        self.entries[stage.request_id] = entry
         self._free.setdefault(_key_of(stage), deque()).append(entry)
         self._lengths[stage.token_count] = self._lengths.get(stage.token_count, 0) + 1
         return ""
@@ -287,36 +279,26 @@ class StageTable:
         except (OverflowError, TypeError):  # placeholders of multimodal inputs; never staged
             return None
         for entry in self._free.get((count, packed[-TAIL_BYTES:]), ()):
-            if entry.is_for(packed, salt):
+            if salt in entry.salts and entry.stage.token_ids == packed:
                 self._leave(entry)
                 entry.llm_id = llm_id
-                self._taken[llm_id] = entry
+                self.taken[llm_id] = entry
                 return entry
         return None
 
-    def taken_by(self, llm_id: LlmId) -> Entry | None:
-        return self._taken.get(llm_id)
-
-    def finish(self, llm_id: LlmId) -> Entry | None:
-        """The engine has finished its request. The stage stays until it is removed."""
-        return self._taken.pop(llm_id, None)
-
-    def get(self, request_id: str) -> Entry | None:
-        return self._entries.get(request_id)
-
     def remove(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id)
+        entry = self.entries.pop(request_id)
         if entry.llm_id is None:
             self._leave(entry)
-        elif self._taken.get(entry.llm_id) is entry:
-            del self._taken[entry.llm_id]
+        elif self.taken.get(entry.llm_id) is entry:
+            del self.taken[entry.llm_id]
 
     def check(self) -> None:
         free = [entry for waiting in self._free.values() for entry in waiting]
         assert all(self._free.values()), "an empty queue of stages is kept"
         assert all(entry.llm_id is None for entry in free), "a stage was taken twice"
         assert len(free) == sum(self._lengths.values()), "lengths and stages disagree"
-        assert len(free) + len(self._taken) <= len(self._entries), "a removed stage is in use"
+        assert len(free) + len(self.taken) <= len(self.entries), "a removed stage is in use"
 
     def _leave(self, entry: Entry) -> None:
         key, count = _key_of(entry.stage), entry.stage.token_count

@@ -8,18 +8,14 @@ The classes translate between TensorRT-LLM and scheduler.py and ../connected/ran
 base classes are in one module in 1.2.x and in another from 1.3.0rc14 on. Without tensorrt_llm this
 file can be imported, and the classes have empty bases.
 
-TensorRT-LLM calls the scheduler on rank 0 and broadcasts the result. After an exception there, the
-other ranks would wait for ever. So the scheduler never raises: it answers with what is safe, sends
-`Broken` to its worker, and puts the reason into the next orders, which every rank raises.
+The scheduler never raises, because the other ranks wait for its result. It answers with what is
+safe and sends `Broken`. The next orders have the reason, and every rank raises it.
 
-A page is complete after all layers, so layer hooks do nothing.
-
-Lean output: TensorRT-LLM describes each step to connectors. Its class
-KvCacheConnectorSchedulerOutputRequest reads and copies all tokens and pages of every request on
-every rank: two million integers a step for 64 requests of 32k tokens. With tensor parallelism it
-never drops a request. This connector needs no tokens, and a page only when the page is full.
-`install` replaces these classes before TensorRT-LLM makes its connector manager, if they look as
-expected. Otherwise they stay, which is correct and slower.
+Lean output: TensorRT-LLM describes each step to connectors by copying all tokens and pages of every
+request on every rank: two million integers for 64 requests of 32k tokens. With tensor parallelism
+it never drops a request. This connector needs no tokens, and a page only when the page is full. So
+`install` replaces TensorRT-LLM's classes. If they do not look as expected, they stay: slower, but
+correct.
 """
 
 from __future__ import annotations
@@ -30,12 +26,12 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from backends.engine.connected import messages as m
-from backends.engine.connected.block_pages import BlockPages, Orders, block_problems
+from backends.engine.connected.block_pages import BlockPages, Orders
 from backends.engine.connected.channel import SCHEDULER, ConnectorLink, rank_name
 from backends.engine.connected.rank_copies import RankCopies, register
 from backends.engine.trtllm.scheduler import TrtllmScheduler
@@ -64,13 +60,9 @@ class WorkerBase:
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
-        self._metadata: Any = None
 
     def bind_connector_meta(self, metadata: object) -> None:
-        self._metadata = metadata
-
-    def get_connector_meta(self) -> Any:
-        return self._metadata
+        return None
 
     def register_forward_pass_callable(self) -> None:
         return None
@@ -159,22 +151,10 @@ class MooncakeConnectorWorker(WorkerBase):
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """Compare the sizes. A difference ends the start of the worker."""
-        kv, site, tokens, tp_size = (
-            kv_cache_tensor,
-            self._site,
-            self._tokens_per_block,
-            self._tp_size,
-        )
+        kv, site, send = kv_cache_tensor, self._site, self._link.send
         with self._saying_why():
-            page_bytes = kv[0].numel() * kv.element_size() if len(kv.shape) else 0
-            sizes = (site.block_tokens, site.block_bytes, site.is_alike)
-            if problems := size_problems(kv.shape, page_bytes, tokens, tp_size, *sizes):
-                raise ValueError("; ".join(problems))
-            pages = BlockPages.of(
-                self._rank, tp_size, page_bytes, tokens, site.block_tokens, site.is_alike
-            )
-            send = self._link.send
-            self._copies, ready = register(site, pages, tp_size, tokens, kv, len(kv), send)
+            pages = pages_of(kv, self._rank, self._tp_size, self._tokens_per_block, site)
+            self._copies, ready = register(site, pages, kv, len(kv), send)
             send(ready)
 
     def bind_connector_meta(self, metadata: object) -> None:
@@ -232,25 +212,17 @@ class MooncakeConnectorWorker(WorkerBase):
             self._copies.on_message(message)
 
 
-def size_problems(
-    shape: Sequence[int],
-    page_bytes: int,
-    tokens_per_block: int,
-    tp_size: int,
-    block_tokens: int,
-    block_bytes: int,
-    is_alike: bool = False,
-) -> list[str]:
-    """Why pages of this tensor [blocks, layers, K and V, scalars] cannot make up store blocks."""
+def pages_of(kv: Any, rank: int, tp_size: int, tokens_per_block: int, site: m.Site) -> BlockPages:
+    """Raises ValueError if this tensor has not the shape that config.json implies."""
+    shape, is_alike = kv.shape, site.is_alike
     if len(shape) != 4:
-        return [f"KV has the shape {list(shape)}, not [blocks, layers, K and V, scalars]"]
+        raise ValueError(f"KV has the shape {list(shape)}, not [blocks, layers, K and V, scalars]")
     if (shape[2] == 1) != is_alike:
         kind = "latent attention (kv_factor 1)" if is_alike else "K and V of heads (kv_factor 2)"
-        return [f"KV has the shape {list(shape)}, but config.json says {kind}"]
-    pages = BlockPages.of(
-        0, tp_size, page_bytes, tokens_per_block, block_tokens, is_alike, layers=shape[1]
-    )
-    return block_problems(pages, tp_size, tokens_per_block, block_tokens, block_bytes)
+        raise ValueError(f"KV has the shape {list(shape)}, but config.json says {kind}")
+    page_bytes = kv[0].numel() * kv.element_size()
+    tokens = (tokens_per_block, site.block_tokens)
+    return BlockPages(rank, tp_size, page_bytes, *tokens, is_alike, layers=shape[1])
 
 
 def aside_pages_min(site: m.Site, llm_args: Any) -> int:
@@ -263,12 +235,9 @@ def aside_pages_min(site: m.Site, llm_args: Any) -> int:
 def _salt_id() -> Callable[[str], int] | None:
     """TensorRT-LLM's function from a salt to a number; None: this release has none."""
     for name in ("tensorrt_llm.inputs", "tensorrt_llm.inputs.utils"):
-        try:
-            found = getattr(importlib.import_module(name), "get_cache_salt_id", None)
-        except ImportError:
-            continue
-        if found is not None:
-            return cast("Callable[[str], int]", found)
+        with contextlib.suppress(ImportError):
+            if found := getattr(importlib.import_module(name), "get_cache_salt_id", None):
+                return cast("Callable[[str], int]", found)
     return None
 
 

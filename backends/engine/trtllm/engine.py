@@ -1,7 +1,6 @@
 """TensorRT-LLM as a worker's engine: the LLM, the staging pool, and the channel to its connector.
 
-TensorRT-LLM batches by itself, so a worker passes it prompts instead of steps. As a `ServingEngine`
-it has a layout, pages (here of the staging pool) and names for the fingerprint. All mistakes in the
+TensorRT-LLM batches by itself, so a worker passes it prompts instead of steps. All mistakes in the
 settings are reported at once, before the weights are loaded. The ranks report the size of their
 pages after that.
 
@@ -20,31 +19,14 @@ from typing import Any
 
 from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
-from backends.engine.connected import measuring
 from backends.engine.connected.channel import ChannelError, ConnectorHost, Listener
 from backends.engine.connected.generation import EngineRun, Order, Sink
 from backends.engine.connected.host_memory import PoolProblem, StagingPool
 from backends.engine.connected.messages import Site
 from backends.engine.model_config import CheckpointError
 from backends.engine.sampling_params import SamplingParams
-from backends.engine.trtllm import llm_thread, package
-from backends.engine.trtllm.kv_shape import (
-    KvIdentity,
-    KvShape,
-    options_that_reach_kv,
-    pages_description,
-    read_kv_dtype,
-    read_kv_shape,
-)
+from backends.engine.trtllm import kv_shape, llm_thread, package
 from backends.engine.trtllm.llm_thread import LlmThread
-from backends.engine.trtllm.package import (
-    choose_gpus,
-    gpu_names,
-    is_connected,
-    llm_arguments,
-    remove_mpi_leftovers,
-    turn_to_start,
-)
 from backends.engine.trtllm.sampling import Sampler, guided_refusal, llm_sampling
 from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig, option_problems, read_options
 from backends.engine.trtllm.stats import IterationStats
@@ -75,7 +57,7 @@ class TrtllmEngine:
         self.role = spec.role
         self.is_native = config.handoff == "native"
         self.page_tokens = config.page_tokens
-        self.is_connected = is_connected(config, self.role)
+        self.is_connected = config.is_connected(self.role)
         shape, options, kv_dtype = self._checked(spec, config, folder, repository)
         self.layout = shape.layout(kv_dtype, spec.block_tokens, config.tp_size)
         self.layers = LayerRange(0, self.layout.layers)
@@ -84,39 +66,38 @@ class TrtllmEngine:
         self.vocabulary_tokens = shape.vocabulary_tokens
         self.eos_token_ids = shape.eos_token_ids
         self.model_id = shape.model_id
-        self.weights_id = Checkpoint.open(folder).weights_id(KvIdentity.of_folder(folder))
+        self.weights_id = Checkpoint.open(folder).weights_id(kv_shape.KvIdentity.of_folder(folder))
         self.pages = PagePool(spec.kv_pages)
-        self._slots = spec.requests_max
-        remove_mpi_leftovers(os.environ)
+        self.slots = spec.requests_max
+        package.remove_mpi_leftovers(os.environ)
         self._host: ConnectorHost | None = None
         self._llm: LlmThread | None = None
         try:
-            choose_gpus(os.environ, config.gpus)
+            package.choose_gpus(os.environ, config.gpus)
             self._package = package.load()
-            self._sampler, self._options = Sampler.of(self._package.version, options), options
+            version = self._package.version
+            self.hardware = f"tensorrt_llm {version}, tp {config.tp_size}, {package.gpu_names()}"
+            self._sampler, self._options = Sampler.of(version, options), options
             # The fingerprint's field for all that distinguishes the pages of engines.
-            self.tp_shape = pages_description(
-                self._package.version, config, spec.dtype, options_that_reach_kv(options)
-            )
-            pages, run = (
-                spec.kv_pages if self.is_connected else 1,
-                Path(os.environ["MOONCAKE_SOCKETS"]),
-            )
-            self._pool = StagingPool(run.name, worker_id, pages, self.layout.block_bytes)
+            reaching = kv_shape.options_that_reach_kv(options)
+            self.tp_shape = kv_shape.pages_description(version, config, spec.dtype, reaching)
+            sockets = Path(os.environ["MOONCAKE_SOCKETS"])
+            pages = spec.kv_pages if self.is_connected else 1
+            self._pool = StagingPool(sockets.name, worker_id, pages, self.layout.block_bytes)
             self.kv_pool = self._pool.bytes
         except (ValueError, package.PackageProblem, PoolProblem) as error:
             raise ConfigError(str(error)) from error
         try:
             if self.is_connected:
                 self._host = self._listen(worker_id, listener)
-            arguments = llm_arguments(
+            arguments = package.llm_arguments(
                 self._package, spec, config, folder, self.max_seq_len, options, shape.dtype
             )
-            log.info("tensorrt_llm %s: LLM(%s)", self._package.version, arguments)
+            log.info("tensorrt_llm %s: LLM(%s)", version, arguments)
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            with turn_to_start(Path(os.environ["MOONCAKE_SOCKETS"]), visible):
+            with package.turn_to_start(sockets, visible):
                 self._llm = LlmThread(
-                    lambda: self._package.llm(**arguments), lambda stats: on_step(stats.step_s)
+                    lambda: self._package.top.LLM(**arguments), lambda stats: on_step(stats.step_s)
                 )
                 self._check_ranks()
         except BaseException as error:
@@ -128,7 +109,7 @@ class TrtllmEngine:
 
     def _checked(
         self, spec: EngineSpec, config: TrtllmConfig, folder: Path, repository: str
-    ) -> tuple[KvShape, dict[str, Any], str]:
+    ) -> tuple[kv_shape.KvShape, dict[str, Any], str]:
         """Checks that need no running engine."""
         found: list[str] = []
         if not package.is_installed():
@@ -137,8 +118,8 @@ class TrtllmEngine:
         found += option_problems(options, self.is_connected)
         try:
             limit = min(spec.context_tokens_max or spec.pages_tokens, spec.pages_tokens)
-            shape = read_kv_shape(folder, config.tp_size, limit)
-            kv_dtype = read_kv_dtype(folder, spec.kv_dtype, spec.dtype, found)
+            shape = kv_shape.read_kv_shape(folder, config.tp_size, limit)
+            kv_dtype = kv_shape.read_kv_dtype(folder, spec.kv_dtype, spec.dtype, found)
             found += _context_problems(spec, shape, folder)
             Checkpoint.open(folder)
         except CheckpointError as error:
@@ -216,15 +197,9 @@ class TrtllmEngine:
         self, params: SamplingParams, position: int, tokens: int, prompt_tokens: int = 0
     ) -> Any:
         """Raises InvalidRequest for what this release, or its sampler, does not support."""
-        return llm_sampling(
-            self._package.sampling_params,
-            self._sampler,
-            params,
-            position,
-            tokens,
-            prompt_tokens,
-            self._guided(params, position) if params.guide else None,
-        )
+        cls = self._package.top.SamplingParams
+        guided = self._guided(params, position) if params.guide else None
+        return llm_sampling(cls, self._sampler, params, position, tokens, prompt_tokens, guided)
 
     def _guided(self, params: SamplingParams, position: int) -> Any:
         if params.guide_kind == STRUCTURAL_TAG:
@@ -234,7 +209,7 @@ class TrtllmEngine:
         return self._package.guided(params.guide_kind, params.guide)
 
     def native_params(self, request_id: str, state: bytes) -> Any:
-        cls = self._package.disaggregated_params
+        cls = self._package.named("DisaggregatedParams")
         if self.role == "prefill":
             return llm_thread.for_prefill(cls, request_id)
         return llm_thread.for_decode(cls, state)
@@ -252,17 +227,6 @@ class TrtllmEngine:
     def generate(self, order: Order, sink: Sink) -> EngineRun:
         return self.llm.generate(order, sink)
 
-    def measured_prefill(self, budget_s: float) -> list[tuple[int, int, float]]:
-        return measuring.measured_prefill(self, budget_s)
-
-    def measured_decode(self, budget_s: float) -> list[tuple[int, int, float]]:
-        return measuring.measured_decode(self, budget_s, self._slots)
-
-    @property
-    def hardware(self) -> str:
-        """Name of the hardware in the machine profile."""
-        return f"tensorrt_llm {self._package.version}, tp {self.config.tp_size}, {gpu_names()}"
-
     def close(self) -> None:
         """Close the LLM first: its processes use the pool and the channel."""
         with contextlib.ExitStack() as steps:  # closes each, also after an exception
@@ -273,7 +237,7 @@ class TrtllmEngine:
                 steps.callback(self._llm.close, CLOSE_S_MAX)
 
 
-def _context_problems(spec: EngineSpec, shape: KvShape, folder: Path) -> Iterator[str]:
+def _context_problems(spec: EngineSpec, shape: kv_shape.KvShape, folder: Path) -> Iterator[str]:
     asked, of_pages = spec.context_tokens_max, spec.pages_tokens
     if asked > shape.context_tokens_max:
         yield (

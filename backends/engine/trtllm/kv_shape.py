@@ -6,9 +6,8 @@ have full attention with the same number of heads, or a latent (DeepSeek-V3). Te
 latent as one head of K alone, of kv_lora_rank + qk_rope_head_dim, on every rank.
 
 `KvIdentity` is for the fingerprint: engines may exchange blocks only if the same tokens give the
-same bytes in both. Every key of config.json and of `llm_options` is part of it, except those listed
-here as harmless. A key that is missing in the lists costs a cold cache or a refused worker. A key
-too many would cost wrong answers.
+same bytes in both. It has all keys of config.json and of `llm_options` but the harmless ones listed
+here. A missing entry of the lists costs a cold cache. A wrong entry costs wrong answers.
 
 Not here: the weights (../checkpoint.py), the arguments of the engine (package.py).
 """
@@ -21,7 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.engine.model_config import CheckpointError, ConfigReader, quantised_kv, read_json
+from backends.engine.model_config import (
+    CheckpointError,
+    ConfigReader,
+    quantised_kv,
+    read_config,
+    read_json,
+)
 from backends.engine.trtllm.settings import ONLY, TrtllmConfig
 from mooncake_store.layout import KvLayout
 
@@ -62,12 +67,9 @@ def read_kv_shape(
     """Raises CheckpointError with all problems. `context_tokens_max` 0: that of the model."""
     folder = Path(checkpoint_dir)
     found: list[str] = []
-    raw = read_json(folder / "config.json", found)
+    raw, eos_values = read_config(folder, found)
     if foreign := _foreign(folder, raw or {}):
         raise CheckpointError(folder, [foreign])
-    generation: dict[str, Any] = {}
-    if (folder / "generation_config.json").exists():
-        generation = read_json(folder / "generation_config.json", found) or {}
     if raw is None:
         raise CheckpointError(folder, found)
     found += _unsupported(raw, context_tokens_max)
@@ -85,7 +87,7 @@ def read_kv_shape(
         head_dim=head_dim,
         vocabulary_tokens=read.integer("vocab_size"),
         context_tokens_max=read.integer("max_position_embeddings"),
-        eos_token_ids=_eos_token_ids(raw, generation),
+        eos_token_ids=tuple(each for each in eos_values if isinstance(each, int)),
         dtype=str(raw.get("dtype") or raw.get("torch_dtype") or ""),
         is_latent=is_latent,
     )
@@ -141,8 +143,7 @@ def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[st
     limits = [raw.get("max_position_embeddings"), context_tokens_max or None]
     context = min((each for each in limits if isinstance(each, int)), default=0)
     is_windowed = isinstance(window, int) and raw.get("use_sliding_window", True)
-    is_narrow = is_windowed and window < context  # otherwise no token leaves the window
-    if is_narrow:
+    if is_windowed and window < context:  # otherwise no token leaves the window
         yield (
             f"config.json: sliding_window is {window}, less than the context of {context} tokens: "
             "the connector needs full attention. Set context_tokens_max to the window or less"
@@ -153,12 +154,6 @@ def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[st
         yield f"config.json: layer_types {sorted(other)} are not supported; only full_attention is"
     if any(key in raw for key in ("ssm_state_size", "mamba_d_state", "hybrid_override_pattern")):
         yield "config.json: state-space layers are not supported; the connector cannot move them"
-
-
-def _eos_token_ids(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    value = generation.get("eos_token_id", raw.get("eos_token_id"))
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(token_id for token_id in values if isinstance(token_id, int))
 
 
 HARMLESS_KEYS = frozenset({

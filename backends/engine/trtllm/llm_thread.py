@@ -1,12 +1,10 @@
 """tensorrt_llm.LLM in a thread of its own, with the event loop that its results need.
 
-A result belongs to the loop in which it was requested, so only this thread uses the LLM. It calls
-the sinks of all generations.
+A result belongs to the loop in which it was requested, so only this thread uses the LLM.
 
 With `handoff: native` TensorRT-LLM's cache transceiver sends KV from GPU to GPU. A context-only
-request ends with `DisaggregatedParams`, a description of where its KV is. The workers pass the
-description as bytes to the generation-only request on the decode engine. Fields that a release
-does not have are left out, and so are values that are not plain data.
+request ends with `DisaggregatedParams`, a description of where its KV is. The workers pass it as
+bytes to the generation-only request on the decode engine.
 
 Not here: the arguments of the LLM (engine.py), the order of requests (the workers).
 """
@@ -26,7 +24,7 @@ import msgspec
 
 from backends.engine.connected.generation import Order, Outcome, Sink
 from backends.engine.trtllm.package import accepted, only_accepted
-from backends.engine.trtllm.stats import NONE, IterationStats
+from backends.engine.trtllm.stats import IterationStats
 from backends.errors import InvalidRequest, WorkerUnavailable
 
 log = logging.getLogger(__name__)
@@ -38,9 +36,8 @@ SHUTDOWN_S_MAX = 20.0
 class LlmRun:
     """An ordered generation. Its `abort` reaches the engine with the first token, not before.
 
-    Older releases (1.2.x among them) keep all pages of a cancelled prompt for reuse, also pages
-    that were not computed (upstream's PR 12673). The next prompt with that prefix would get a wrong
-    answer. Pages that are being loaded must not be freed either.
+    Older releases (1.2.x among them) reuse also the pages of a cancelled prompt that were not
+    computed (upstream's PR 12673). And pages that are being loaded must not be freed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -52,9 +49,9 @@ class LlmRun:
     def abort(self) -> None:
         """From any thread; the other methods run in the LLM's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and everything with it
-            self._loop.call_soon_threadsafe(self.abort_here)
+            self._loop.call_soon_threadsafe(self._abort_here)
 
-    def abort_here(self) -> None:
+    def _abort_here(self) -> None:
         if not self.is_aborted:
             self.is_aborted = True
             self._abort_if_computed()
@@ -62,11 +59,10 @@ class LlmRun:
     def got_tokens(self) -> None:
         if not self._has_tokens:
             self._has_tokens = True
-            if self.is_aborted:
-                self._abort_if_computed()
+            self._abort_if_computed()
 
     def _abort_if_computed(self) -> None:
-        if self._has_tokens and self.result is not None and not self.result.finished:
+        if self.is_aborted and self._has_tokens and not self.result.finished:
             self.result.abort()
 
 
@@ -78,7 +74,7 @@ class LlmThread:
         self._build = build
         self._on_stats = on_stats
         self._llm: Any = None
-        self.stats = NONE
+        self.stats = IterationStats({})
         self.is_healthy = True  # False: tensorrt_llm has reported that its processes failed
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,11 +85,6 @@ class LlmThread:
         except BaseException:
             self._end_loop()
             raise
-
-    @property
-    def running(self) -> int:
-        """Generations that have not ended yet."""
-        return len(self._tasks)
 
     def generate(self, order: Order, sink: Sink) -> LlmRun:
         """Never blocks. The sink gets the tokens and the end."""
@@ -166,19 +157,16 @@ class LlmThread:
             streaming=order.is_streaming,
             **needed,
         )
-        if not order.is_streaming:
-            await result
-            output = result.outputs[0]
-            if output.token_ids:
-                sink.tokens(list(output.token_ids))
-        else:
+        if order.is_streaming:
             async for _ in result:
-                output = result.outputs[0]
-                if output.token_ids_diff:
+                if new := result.outputs[0].token_ids_diff:
                     running.got_tokens()
-                    sink.tokens(list(output.token_ids_diff))
-            output = result.outputs[0]
-        return Outcome(output.finish_reason or "", native=packed(result))
+                    sink.tokens(list(new))
+        else:
+            await result
+            if token_ids := result.outputs[0].token_ids:
+                sink.tokens(list(token_ids))
+        return Outcome(result.outputs[0].finish_reason or "", native=packed(result))
 
     async def _watch_stats(self) -> None:
         ask = getattr(self._llm, "get_stats_async", None)
@@ -186,8 +174,8 @@ class LlmThread:
             try:
                 if ask is not None:
                     async for raw in ask(STATS_TIMEOUT_S):
-                        stats = json.loads(raw) if isinstance(raw, str) else raw
-                        self.stats = IterationStats.of(stats)
+                        read = json.loads(raw) if isinstance(raw, str) else raw
+                        self.stats = IterationStats(read)
                         self._on_stats(self.stats)
             except Exception as error:  # Catch all: metrics must not end the engine
                 log.debug("no statistics: %s", error)
@@ -239,18 +227,15 @@ def for_prefill(cls: Any, request_id: str) -> Any:
 
 
 def packed(result: Any) -> bytes:
-    """The description of a context-only result; b"" for any other result."""
+    """The plain data in the description of a context-only result; b"" for any other result."""
     params = getattr(result.outputs[0], "disaggregated_params", None) or getattr(
         result, "disaggregated_params", None
     )
     if params is None:
         return b""
     values = {name: getattr(params, name, None) for name in FIELDS}
-    plain = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if isinstance(value, (int, str, bytes, list, tuple))
-    }
+    kinds = (int, str, bytes, list, tuple)
+    plain = {name: value for name, value in values.items() if isinstance(value, kinds)}
     return msgspec.msgpack.encode(plain)
 
 

@@ -1,14 +1,10 @@
 """The package tensorrt_llm, the environment of its processes, and the arguments of its LLM.
 
-On the worker's side only this file imports tensorrt_llm, and only for a worker of this engine. The
-import loads CUDA, starts MPI and takes seconds. Most machines do not have the package.
+On the worker's side only this file imports tensorrt_llm, which loads CUDA, starts MPI and takes
+seconds.
 
 Triton's stub may have been started under MPI. An engine that inherits its rank and world would wait
 for other processes for ever, so these variables are removed. Variables that tune MPI stay.
-
-Prefill computes steps one after the other, without CUDA graphs and without the overlap scheduler.
-Decode keeps TensorRT-LLM's defaults. The engine's prefix cache stays on, because TensorRT-LLM asks
-connectors only with it; partial pages are never reused.
 
 Not here: the imports of the connector (connector.py), the settings (settings.py), the shape of the
 model (kv_shape.py).
@@ -82,15 +78,18 @@ def only_accepted(call: Callable[..., Any], keywords: Mapping[str, Any]) -> dict
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """The names of tensorrt_llm that the worker's side uses."""
+    """The modules of tensorrt_llm that the worker's side uses."""
 
     version: str
-    llm: Any
     llm_fields: frozenset[str] | None  # keywords of LLM; None: not known
-    sampling_params: Any
-    disaggregated_params: Any
+    top: ModuleType  # has LLM and SamplingParams
     llmapi: ModuleType
     llm_args: ModuleType
+
+    def named(self, name: str) -> Any:
+        """The class of this name, whose module differs between releases; None: there is none."""
+        modules = (self.llm_args, self.llmapi, self.top)
+        return next(filter(None, (getattr(each, name, None) for each in modules)), None)
 
     def config(self, name: str, **keywords: Any) -> Any:
         """An object of this configuration class, with the keywords that this release has."""
@@ -110,7 +109,7 @@ class Package:
         return [] if known is None else sorted(set(keywords) - known)
 
     def _class(self, name: str) -> Any:
-        cls = getattr(self.llm_args, name, None) or getattr(self.llmapi, name, None)
+        cls = self.named(name)
         if cls is None:
             raise PackageProblem(f"tensorrt_llm {self.version} has no {name}; 1.2 or newer does")
         return cls
@@ -133,16 +132,7 @@ def load() -> Package:
         raise PackageProblem(
             f"tensorrt_llm {version} has no kv_connector_config; 1.2 or newer is needed"
         )
-    return Package(
-        version=version,
-        llm=top.LLM,
-        llm_fields=fields,
-        sampling_params=top.SamplingParams,
-        disaggregated_params=getattr(top, "DisaggregatedParams", None)
-        or getattr(llmapi, "DisaggregatedParams", None),
-        llmapi=llmapi,
-        llm_args=llm_args,
-    )
+    return Package(version, fields, top, llmapi, llm_args)
 
 
 LEFTOVER_PREFIXES = (
@@ -165,12 +155,9 @@ def choose_gpus(environment: MutableMapping[str, str], gpus: str) -> None:
         return
     wanted = [int(device) for device in gpus.split(",")]
     visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if visible:
-        if max(wanted) >= len(visible):
-            raise ValueError(f"gpus is {gpus}, but this process sees only {','.join(visible)}")
-        chosen = ",".join(visible[device] for device in wanted)
-    else:
-        chosen = ",".join(str(device) for device in wanted)
+    if visible and max(wanted) >= len(visible):
+        raise ValueError(f"gpus is {gpus}, but this process sees only {','.join(visible)}")
+    chosen = ",".join(visible[device] if visible else str(device) for device in wanted)
     environment["CUDA_VISIBLE_DEVICES"] = chosen
     environment["TRTLLM_VISIBLE_DEVICES"] = chosen
 
@@ -197,13 +184,9 @@ def gpu_names() -> str:
 
 PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}
 OBJECT_CLASSES = dict(zip(OBJECTS, ("KvCacheConfig", "SchedulerConfig"), strict=True))
+NO_EVICT = "GUARANTEED_NO_EVICT"
 PREFILL_BATCH_MAX = 64  # prompts in a step; chunk_tokens bounds their tokens
 DECODE_STEP_TOKENS_MIN = 2048  # a step computes the last tokens of so many prompts
-
-
-def is_connected(config: TrtllmConfig, role: str) -> bool:
-    """True if the engine's KV comes from and goes to the store."""
-    return role == "prefill" or config.has_connector_at_decode
 
 
 def llm_arguments(
@@ -216,7 +199,8 @@ def llm_arguments(
     checkpoint_dtype: str,
 ) -> dict[str, Any]:
     """Raises PackageProblem for an option that this release does not have."""
-    rest, batch = dict(options), _batch(spec)
+    rest = dict(options)
+    policy = getattr(package.named("CapacitySchedulerPolicy"), NO_EVICT, NO_EVICT)
     unknown = [
         f"{option}.{key}"
         for option, name in OBJECT_CLASSES.items()
@@ -231,15 +215,16 @@ def llm_arguments(
         "max_seq_len": context_tokens_max,
         "enable_chunked_prefill": True,
         "enable_iter_perf_stats": True,
-        **batch,
-        "kv_cache_config": _kv_cache(package, spec, config, batch, rest.pop("kv_cache_config", {})),
+        **_batch(spec),
+        "kv_cache_config": package.config(
+            "KvCacheConfig", **_kv_cache(spec, config) | rest.pop("kv_cache_config", {})
+        ),
         "scheduler_config": package.config(
             "SchedulerConfig",
-            **rest.pop("scheduler_config", {})
-            | {"capacity_scheduler_policy": _guaranteed(package)},
+            **rest.pop("scheduler_config", {}) | {"capacity_scheduler_policy": policy},
         ),
     }
-    if is_connected(config, spec.role):
+    if config.is_connected(spec.role):
         arguments["kv_connector_config"] = package.config(
             "KvCacheConnectorConfig",
             connector_module=CONNECTOR_MODULE,
@@ -264,28 +249,18 @@ def llm_arguments(
     return arguments
 
 
-def _kv_cache(
-    package: Package,
-    spec: EngineSpec,
-    config: TrtllmConfig,
-    batch: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> Any:
-    return package.config(
-        "KvCacheConfig",
-        **{
-            "enable_block_reuse": True,
-            "enable_partial_reuse": False,
-            "tokens_per_block": config.page_tokens,
-            **({} if spec.kv_dtype == "auto" else {"dtype": spec.kv_dtype}),
-            # One page more for each request, for the step that is scheduled early.
-            "max_tokens": spec.pages_tokens + batch["max_batch_size"] * config.page_tokens,
-            "free_gpu_memory_fraction": config.gpu_memory_fraction,
-            # Explicit, because defaults have changed between releases.
-            **(PAGES_OF_ITS_OWN if is_connected(config, spec.role) else {}),
-            **options,
-        },
-    )
+def _kv_cache(spec: EngineSpec, config: TrtllmConfig) -> dict[str, Any]:
+    return {
+        "enable_block_reuse": True,  # TensorRT-LLM asks connectors only with it
+        "enable_partial_reuse": False,
+        "tokens_per_block": config.page_tokens,
+        **({} if spec.kv_dtype == "auto" else {"dtype": spec.kv_dtype}),
+        # One page more for each request, for the step that is scheduled early.
+        "max_tokens": spec.pages_tokens + _batch(spec)["max_batch_size"] * config.page_tokens,
+        "free_gpu_memory_fraction": config.gpu_memory_fraction,
+        # Explicit, because defaults have changed between releases.
+        **(PAGES_OF_ITS_OWN if config.is_connected(spec.role) else {}),
+    }
 
 
 def _asked_dtype(
@@ -303,7 +278,7 @@ def _asked_dtype(
 
 
 def _batch(spec: EngineSpec) -> dict[str, Any]:
-    """The limits of a step, and how steps follow each other."""
+    """The limits of a step. Prefill computes one step after the other, without CUDA graphs."""
     if spec.role == "prefill":
         return {
             "max_batch_size": min(PREFILL_BATCH_MAX, spec.requests_max),
@@ -315,10 +290,3 @@ def _batch(spec: EngineSpec) -> dict[str, Any]:
         "max_batch_size": spec.requests_max,
         "max_num_tokens": max(DECODE_STEP_TOKENS_MIN, spec.requests_max),
     }
-
-
-def _guaranteed(package: Package) -> Any:
-    policies = getattr(package.llm_args, "CapacitySchedulerPolicy", None) or getattr(
-        package.llmapi, "CapacitySchedulerPolicy", None
-    )
-    return "GUARANTEED_NO_EVICT" if policies is None else policies.GUARANTEED_NO_EVICT

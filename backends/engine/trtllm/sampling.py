@@ -22,7 +22,7 @@ Not here: the limits (../sampling_params.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,10 +84,8 @@ def llm_sampling(
     if params.is_greedy:
         wanted["top_k"] = 1  # the default differs between releases
     else:
-        wanted["temperature"] = params.temperature
-        wanted["top_k"] = params.top_k
-        wanted["top_p"] = params.top_p
-        if sampler.heeds_seeds:
+        wanted |= {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
+        if sampler.heeds("seed"):
             wanted["seed"] = (params.seed + position * GOLDEN) & SEED_MAX
         if params.min_p:
             wanted["min_p"] = params.min_p
@@ -116,9 +114,7 @@ def guided_refusal(options: Mapping[str, Any], handoff: str, position: int) -> s
 
 
 HEEDS_ALL = "TRTLLMSampler"
-Release = tuple[int, int, int, float]  # the last: number of the candidate; FINAL: none
-FINAL = float("inf")
-UNKNOWN: Release = (0, 0, 0, 0.0)
+Release = tuple[int, int, int, float]  # the last: number of the candidate; inf: none
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # The first release whose TorchSampler uses the parameter.
 HEEDED_SINCE: dict[str, Release] = dict.fromkeys((*PENALTIES, "min_p"), (1, 3, 0, 24.0))
@@ -139,26 +135,19 @@ class Sampler:
         asked = str(options.get("sampler_type", "auto"))
         return cls(version, HEEDS_ALL if asked == HEEDS_ALL else "TorchSampler")
 
-    @property
-    def heeds_seeds(self) -> bool:
-        return self.name == HEEDS_ALL
-
-    def ignored(self, params: SamplingParams) -> Iterator[str]:
-        """Parameters of this request that the sampler would ignore."""
-        if self.name == HEEDS_ALL:
-            return
-        here = release(self.version)
-        for name, neutral in NEUTRAL.items():
-            value = getattr(params, name)
-            if value == neutral or (params.is_greedy and name in WHEN_DRAWN):
-                continue
-            since = HEEDED_SINCE.get(name)
-            if since is None or here < since:
-                yield f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+    def heeds(self, name: str) -> bool:
+        since = HEEDED_SINCE.get(name)
+        return self.name == HEEDS_ALL or (since is not None and release(self.version) >= since)
 
     def refusal(self, params: SamplingParams) -> str:
         """Why this request cannot be served, or an empty string."""
-        ignored = list(self.ignored(params))
+        ignored = [
+            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
+            for name, neutral in NEUTRAL.items()
+            if (value := getattr(params, name)) != neutral
+            and not (params.is_greedy and name in WHEN_DRAWN)
+            and not self.heeds(name)
+        ]
         if not ignored:
             return ""
         return (
@@ -172,6 +161,6 @@ def release(version: str) -> Release:
     """1.3.0rc24 -> (1, 3, 0, 24.0); comparable. An unreadable version is the oldest."""
     found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", version)
     if found is None:
-        return UNKNOWN
-    major, minor, patch, candidate = found.groups()
-    return int(major), int(minor), int(patch), float(candidate) if candidate else FINAL
+        return 0, 0, 0, 0.0
+    major, minor, patch, candidate = found.groups(default="inf")
+    return int(major), int(minor), int(patch), float(candidate)

@@ -1,9 +1,8 @@
 """The connector's scheduler for TensorRT-LLM, with the differences between its releases.
 
-TensorRT-LLM calls `match` once for each request, while it allocates pages and holds the lock
-of its own prefix tree. A release shows the cache salt of a request, or only a number made of it.
-The position of a new request includes the loaded tokens, or does not. All pages of a prompt come
-at once, except from the KV cache manager V2, which is not supported.
+TensorRT-LLM calls `match` once for each request, while it holds the lock of its own prefix tree. A
+release shows the cache salt of a request, or only a number made of it. The position of a new
+request includes the loaded tokens, or does not.
 
 Some releases do not call `finished` for a cancelled or failed request. The next pass may then write
 the request's pages while they are still being saved. So a request that is missing in a step, and
@@ -20,6 +19,8 @@ from typing import Any, Protocol
 from backends.engine.connected import messages as m
 from backends.engine.connected.block_pages import LlmId, Orders
 from backends.engine.connected.scheduler import Entry, Salt, StageScheduler
+
+MULTIMODAL = ("multimodal_hashes", "multimodal_positions")
 
 
 class RequestData(Protocol):
@@ -106,14 +107,8 @@ def _salt(request: Any) -> Salt | None:
 
     The request that `match` gets is the C++ one. It may lack attributes that later calls have.
     """
-    if getattr(request, "lora_task_id", None) is not None:
+    is_multimodal = any(getattr(request, name, None) for name in MULTIMODAL)
+    if is_multimodal or getattr(request, "lora_task_id", None) is not None:
         return None
-    if getattr(request, "multimodal_hashes", None) or getattr(
-        request, "multimodal_positions", None
-    ):
-        return None
-    salt: str | None = getattr(request, "cache_salt", None)
-    if salt is not None:
-        return salt
-    number: int | None = getattr(request, "cache_salt_id", None)
-    return "" if number is None else number
+    shown = (getattr(request, name, None) for name in ("cache_salt", "cache_salt_id"))
+    return next((salt for salt in shown if salt is not None), "")

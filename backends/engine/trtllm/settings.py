@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 HANDOFFS = ("store", "native")
 TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")
@@ -43,41 +43,38 @@ SAID_ELSEWHERE = {
 OBJECTS = ("kv_cache_config", "scheduler_config")  # their keys are merged with ours
 
 
-@dataclass(frozen=True, slots=True)
-class Only:
-    """The only allowed values of an option of tensorrt_llm.LLM, and the reason."""
-
-    values: tuple[Any, ...]
-    why: str
-
-
-ONLY = {
-    "backend": Only(("pytorch",), "connectors exist in the PyTorch backend only"),
-    "pipeline_parallel_size": Only((1,), "the connector is not implemented for pipeline stages"),
-    "context_parallel_size": Only((1,), "the connector is not implemented for context parallelism"),
-    "enable_attention_dp": Only(
+# Option of tensorrt_llm.LLM -> (its only allowed values, the reason).
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "backend": (("pytorch",), "connectors exist in the PyTorch backend only"),
+    "pipeline_parallel_size": ((1,), "the connector is not implemented for pipeline stages"),
+    "context_parallel_size": ((1,), "the connector is not implemented for context parallelism"),
+    "enable_attention_dp": (
         (False,),
         "each rank has requests of its own then, and would need a scheduler and stages of its own; "
         "TensorRT-LLM 1.2.x has a connector's scheduler on rank 0 only",
     ),
-    "max_beam_width": Only((1,), "beams share and copy pages behind the connector's back"),
-    "speculative_config": Only((None,), "draft tokens fill pages that may be taken back"),
-    "orchestrator_type": Only((None, "rpc"), "the connector is started by MPI or by this process"),
-    "sparse_attention_config": Only((None,), "a page would not hold all of its tokens' KV"),
-    "kv_cache_config.enable_block_reuse": Only((True,), "the connector is asked only with it"),
-    "kv_cache_config.enable_partial_reuse": Only(
-        (False,), "a prefix that ends inside a page cannot be continued from the store"
+    "max_beam_width": ((1,), "beams share and copy pages behind the connector's back"),
+    "speculative_config": ((None,), "draft tokens fill pages that may be taken back"),
+    "orchestrator_type": ((None, "rpc"), "the connector is started by MPI or by this process"),
+    "sparse_attention_config": ((None,), "a page would not hold all of its tokens' KV"),
+    "kv_cache_config.enable_block_reuse": ((True,), "the connector is asked only with it"),
+    "kv_cache_config.enable_partial_reuse": (
+        (False,),
+        "a prefix that ends inside a page cannot be continued from the store",
     ),
-    "kv_cache_config.host_cache_size": Only(
-        (None, 0), "its second pool has page numbers of its own; the store is the host cache"
+    "kv_cache_config.host_cache_size": (
+        (None, 0),
+        "its second pool has page numbers of its own; the store is the host cache",
     ),
-    "kv_cache_config.disk_cache_size": Only(
-        (None, 0), "as of host_cache_size; the store has an SSD tier"
+    "kv_cache_config.disk_cache_size": (
+        (None, 0),
+        "as of host_cache_size; the store has an SSD tier",
     ),
-    "kv_cache_config.max_attention_window": Only((None,), "layers would have pages of their own"),
-    "kv_cache_config.use_kv_cache_manager_v2": Only((False,), "a prototype, its pages differ"),
-    "scheduler_config.capacity_scheduler_policy": Only(
-        ("GUARANTEED_NO_EVICT",), "a request that is evicted would be staged no more"
+    "kv_cache_config.max_attention_window": ((None,), "layers would have pages of their own"),
+    "kv_cache_config.use_kv_cache_manager_v2": ((False,), "a prototype, its pages differ"),
+    "scheduler_config.capacity_scheduler_policy": (
+        ("GUARANTEED_NO_EVICT",),
+        "a request that is evicted would be staged no more",
     ),
 }
 
@@ -125,40 +122,33 @@ class TrtllmConfig:
             return 0
         return min(self.aside_load_mib, 1) if role == "decode" else self.aside_load_mib * 2**20
 
-    @property
-    def has_connector_at_decode(self) -> bool:
-        """TensorRT-LLM refuses generation-only requests if there is a connector."""
-        return self.handoff == "store"
+    def is_connected(self, role: str) -> bool:
+        """True if the engine's KV comes from and goes to the store. TensorRT-LLM refuses the
+        generation-only requests of native hand-over if there is a connector."""
+        return role == "prefill" or self.handoff == "store"
 
-    def problems(self) -> list[str]:
-        found = []
+    def problems(self) -> Iterator[str]:
         devices = self.gpus.split(",") if self.gpus else []
         if not all(device.strip().isdecimal() for device in devices):
-            found.append(f"gpus is {self.gpus!r}; use CUDA device numbers, 0 or 0,1 say")
+            yield f"gpus is {self.gpus!r}; use CUDA device numbers, 0 or 0,1 say"
         if self.tp_size < 1:
-            found.append(f"tp_size is {self.tp_size}; use 1, or the number of GPUs")
+            yield f"tp_size is {self.tp_size}; use 1, or the number of GPUs"
         elif devices and len(devices) != self.tp_size:
-            found.append(f"gpus names {len(devices)} devices, tp_size is {self.tp_size}")
+            yield f"gpus names {len(devices)} devices, tp_size is {self.tp_size}"
         if self.page_tokens < 1 or self.page_tokens & (self.page_tokens - 1):
-            found.append(f"page_tokens is {self.page_tokens}; use a power of two, 32 is usual")
+            yield f"page_tokens is {self.page_tokens}; use a power of two, 32 is usual"
         if not 0.0 < self.gpu_memory_fraction < 1.0:
-            found.append(f"gpu_memory_fraction is {self.gpu_memory_fraction}; use 0.9, say")
+            yield f"gpu_memory_fraction is {self.gpu_memory_fraction}; use 0.9, say"
         if self.aside_load_mib < 0:
-            found.append(f"aside_load_mib is {self.aside_load_mib}; use 256, say, or 0 for never")
+            yield f"aside_load_mib is {self.aside_load_mib}; use 256, say, or 0 for never"
         if self.handoff not in HANDOFFS:
-            found.append(f"handoff is {self.handoff!r}; use {' or '.join(HANDOFFS)}")
+            yield f"handoff is {self.handoff!r}; use {' or '.join(HANDOFFS)}"
         if self.transceiver not in TRANSCEIVERS:
-            found.append(f"transceiver is {self.transceiver!r}; use {' or '.join(TRANSCEIVERS)}")
-        return found
+            yield f"transceiver is {self.transceiver!r}; use {' or '.join(TRANSCEIVERS)}"
 
 
-class _InBlocks(Protocol):
-    @property
-    def block_tokens(self) -> int: ...
-
-
-def problems_together(worker: _InBlocks, config: TrtllmConfig) -> Iterator[str]:
-    """Conflicts between parameters."""
+def problems_together(worker: Any, config: TrtllmConfig) -> Iterator[str]:
+    """Conflicts of parameters. `worker`: a config of config_pbtxt.py."""
     if config.page_tokens > 0 and worker.block_tokens % config.page_tokens:
         yield (
             f"block_tokens ({worker.block_tokens}) must be a multiple of page_tokens "
@@ -174,10 +164,10 @@ def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[
         elif name in (*OBJECTS, "model_kwargs") and not isinstance(value, Mapping):
             yield f"llm_options sets {name} to {value!r}; it must be a JSON object"
         elif name in ONLY and (is_connected or name == "backend"):
-            rule = ONLY[name]
-            if value not in rule.values:
-                allowed = " or ".join(repr(each) for each in rule.values)
-                yield f"llm_options sets {name} to {value!r}; only {allowed}: {rule.why}"
+            values, why = ONLY[name]
+            if value not in values:
+                allowed = " or ".join(repr(each) for each in values)
+                yield f"llm_options sets {name} to {value!r}; only {allowed}: {why}"
 
 
 def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -198,13 +188,12 @@ def read_options(text: str, repository: str, found: list[str]) -> dict[str, Any]
             path = path if path.is_absolute() else Path(repository).parent / path
             text = path.read_text("utf-8")
         options = json.loads(text)
+        if isinstance(options, dict):
+            return options
+        problem = f"is {options!r:.40}; it must be a JSON object"
     except OSError as error:
-        found.append(f"llm_options cannot be read: {error}")
-        return {}
+        problem = f"cannot be read: {error}"
     except ValueError as error:
-        found.append(f"llm_options is no JSON: {error}")
-        return {}
-    if not isinstance(options, dict):
-        found.append(f"llm_options is {options!r:.40}; it must be a JSON object")
-        return {}
-    return options
+        problem = f"is no JSON: {error}"
+    found.append(f"llm_options {problem}")
+    return {}

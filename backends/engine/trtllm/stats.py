@@ -37,13 +37,11 @@ SERIES: dict[str, tuple[str, dict[str, str]]] = {
 class IterationStats:
     """One step of the engine."""
 
-    iterations: int
-    step_s: float
-    raw: Mapping[str, Any]
+    raw: Mapping[str, Any]  # {} before the first step
 
-    @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> IterationStats:
-        return cls(int(_number(raw, "iter")), _number(raw, "iterLatencyMS") / 1e3, raw)
+    @property
+    def step_s(self) -> float:
+        return _number(self.raw, "iterLatencyMS") / 1e3
 
     def series(self) -> Iterator[tuple[str, dict[str, str], float]]:
         """(metric, labels, value) of all that TensorRT-LLM's own Triton model exports."""
@@ -54,9 +52,6 @@ class IterationStats:
         most = _number(self.raw, "kvCacheStats.maxNumBlocks")
         labels = {"kv_cache_block_type": "fraction"}
         yield "nv_trt_llm_kv_cache_block_metrics", labels, used / most if most else 0.0
-
-
-NONE = IterationStats(0, 0.0, {})
 
 
 def _number(raw: Mapping[str, Any], path: str) -> float:

@@ -22,6 +22,7 @@ import numpy as np
 
 from backends.config_pbtxt import DecodeConfig
 from backends.engine.connected.generation import EngineRun, Order, Outcome
+from backends.engine.connected.measuring import measured_decode
 from backends.engine.connected.messages import Stage
 from backends.errors import WorkerUnavailable
 from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, MakeEngine
@@ -104,7 +105,7 @@ class ConnectedDecode(
         super().__init__(worker, make_engine)
 
     def measure(self, budget_s: float) -> Samples:
-        return self.engine.measured_decode(budget_s)
+        return measured_decode(self.engine, budget_s)
 
     def check(self, job: DecodeJob) -> None:
         if bool(job.request.native) != self.is_native:

@@ -26,6 +26,7 @@ from typing import Any
 from backends.config_pbtxt import PrefillConfig
 from backends.engine.batching.batching import Chunk
 from backends.engine.connected.generation import EngineRun, Order, Outcome
+from backends.engine.connected.measuring import measured_prefill
 from backends.engine.connected.messages import Stage
 from backends.errors import WorkerUnavailable
 from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, MakeEngine
@@ -81,7 +82,7 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
         super().__init__(worker, make_engine)
 
     def measure(self, budget_s: float) -> Samples:
-        return self.engine.measured_prefill(budget_s)
+        return measured_prefill(self.engine, budget_s)
 
     def check(self, job: PrefillJob) -> None:
         self._sampling(job)  # raises InvalidRequest now rather than after staging

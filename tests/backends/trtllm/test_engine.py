@@ -19,7 +19,7 @@ import pytest
 from backends.engine.connected import host_memory
 from backends.engine.connected.channel import ConnectorHost
 from backends.engine.connected.generation import Order
-from backends.engine.connected.measuring import Stopwatch
+from backends.engine.connected.measuring import Stopwatch, measured_decode, measured_prefill
 from backends.engine.connected.messages import ENVIRONMENT
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm.engine import TrtllmEngine
@@ -78,7 +78,7 @@ def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: P
     made.generate(Order([1, 2, 3], sampling), watch)
     watch.wait()
     assert len(watch.token_s) == 3
-    assert made.measured_prefill(0.0) and made.hardware.startswith("tensorrt_llm 1.3")
+    assert measured_prefill(made, 0.0) and made.hardware.startswith("tensorrt_llm 1.3")
     made.close()
     made.close()  # twice is once
 
@@ -119,7 +119,7 @@ def test_a_decode_engine_that_hands_over_natively_has_no_pool_to_speak_of(
 ) -> None:
     made = engine(decode_spec(kv_pages=32), TrtllmConfig(handoff="native"))
     assert len(made.kv_pool) == made.layout.block_bytes
-    assert made.measured_decode(0.0)
+    assert measured_decode(made, 0.0)
     made.close()
 
 
@@ -157,10 +157,10 @@ def test_a_schema_is_translated_where_its_grammar_sees_the_whole_answer(fake_pac
 
 def test_speed_is_measured_within_the_context_that_the_engine_was_given(fake_package: None) -> None:
     prefill = engine(prefill_spec(kv_pages=64, context_tokens_max=1024), TrtllmConfig())
-    assert max(new + before for new, before, _ in prefill.measured_prefill(0.0)) < 1024
+    assert max(new + before for new, before, _ in measured_prefill(prefill, 0.0)) < 1024
     prefill.close()
     decode = engine(decode_spec(kv_pages=64, context_tokens_max=512), TrtllmConfig())
-    assert decode.measured_decode(0.0)
+    assert measured_decode(decode, 0.0)
     decode.close()
 
 

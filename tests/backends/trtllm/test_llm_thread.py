@@ -53,11 +53,11 @@ class Engines:
         self.stats: queue.Queue[IterationStats] = queue.Queue()
         config = TrtllmConfig(handoff="native")
         arguments = llm_arguments(self.package, decode_spec(), config, DEMO, 4096, {}, "float32")
-        self.llm = LlmThread(lambda: self.package.llm(**arguments), self.stats.put)
+        self.llm = LlmThread(lambda: self.package.top.LLM(**arguments), self.stats.put)
 
     def sampling(self, tokens: int, **changes: Any) -> Any:
         params = SamplingParams(max_tokens=tokens, **changes)
-        return llm_sampling(self.package.sampling_params, CXX, params, 0, tokens, 0)
+        return llm_sampling(self.package.top.SamplingParams, CXX, params, 0, tokens, 0)
 
     def ask(self, tokens: int, **order: Any) -> Heard:
         heard = Heard()
@@ -139,7 +139,7 @@ def test_what_the_llm_cannot_be_built_with_is_raised_and_leaves_no_thread() -> N
 def test_kv_that_the_engines_hand_over_themselves_gives_the_same_tokens(engines: Engines) -> None:
     alone = engines.ask(10)
     alone.end()
-    cls = engines.package.disaggregated_params
+    cls = engines.package.named("DisaggregatedParams")
     context = engines.ask(1, is_streaming=False, native_params=llm_thread.for_prefill(cls, "r1"))
     state = context.end().native
     assert context.token_ids == alone.token_ids[:1] and state
@@ -153,7 +153,7 @@ def test_kv_that_the_engines_hand_over_themselves_gives_the_same_tokens(engines:
 
 
 def test_sampling_says_what_was_asked_for_and_nothing_else(fake_package: None) -> None:
-    cls = package.load().sampling_params
+    cls = package.load().top.SamplingParams
     params = SamplingParams(max_tokens=9, end_ids=(5,), temperature=0.0)
     greedy = llm_sampling(cls, CXX, params, 1, 8, 20)
     assert (greedy.max_tokens, greedy.end_id, greedy.top_k, greedy.seed) == (8, 5, 1, None)

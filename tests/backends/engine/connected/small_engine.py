@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from backends.engine.connected import messages as m
-from backends.engine.connected.block_pages import BlockPages, block_problems
+from backends.engine.connected.block_pages import BlockPages
 from backends.engine.connected.channel import SCHEDULER, ConnectorLink, rank_name
 from backends.engine.connected.rank_copies import RankCopies, register
 from backends.engine.connected.scheduler import Entry, StageScheduler
@@ -106,7 +106,7 @@ class SmallExecutor:
         import torch
 
         kv = np.zeros((LAYERS, pages + GAP_PAGES, layer_bytes), np.uint8)
-        geometry = BlockPages.of(
+        geometry = BlockPages(
             rank,
             tp_size,
             LAYERS * layer_bytes,
@@ -119,12 +119,7 @@ class SmallExecutor:
         handler = SimpleNamespace(on_message=lambda message: None)
         link = self._link(site, rank_name(rank), handler)
         try:
-            sizes = (tp_size, PAGE_TOKENS, site.block_tokens, site.block_bytes)
-            if problems := block_problems(geometry, *sizes):
-                raise ValueError("; ".join(problems))
-            copies, ready = register(
-                site, geometry, tp_size, PAGE_TOKENS, torch.from_numpy(kv), pages, link.send
-            )
+            copies, ready = register(site, geometry, torch.from_numpy(kv), pages, link.send)
         except Exception as error:
             link.send(m.Broken(f"rank {rank}: {error}"))
             self.shutdown()

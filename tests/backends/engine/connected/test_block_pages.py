@@ -14,16 +14,16 @@ PAGE_BYTES = 768
 
 
 def test_a_block_has_the_pages_of_one_rank() -> None:
-    first, second = (BlockPages.of(rank, 2, 96, 16, 64, is_alike=True) for rank in range(2))
+    first, second = (BlockPages(rank, 2, 96, 16, 64, is_alike=True) for rank in range(2))
     assert first.block_bytes == first.rank_bytes == 4 * 96
     move = [Move("a", 1, 3, [5, 9], [0, 4096])]
     assert first.runs(move) == second.runs(move) == [(5 * 96, 3 * 96, 96), (9 * 96, 4096, 96)]
     assert first.is_saved and not second.is_saved
-    assert all(BlockPages.of(rank, 2, 96, 16, 64).is_saved for rank in range(2))
+    assert all(BlockPages(rank, 2, 96, 16, 64).is_saved for rank in range(2))
 
 
 def test_neighbours_become_one_copy() -> None:
-    pages = BlockPages.of(0, 1, PAGE_BYTES, 16, 64)
+    pages = BlockPages(0, 1, PAGE_BYTES, 16, 64)
     block = 4 * PAGE_BYTES
     whole = pages.runs([Move("a", 1, 0, [5, 6, 7, 8], [2 * block])])
     assert whole == [(5 * PAGE_BYTES, 2 * block, block)]
@@ -33,7 +33,7 @@ def test_neighbours_become_one_copy() -> None:
     assert len(pages.runs([Move("a", 1, 3, [0, 1], [block, 0])])) == 2
     elsewhere = [place_of(1, 0), place_of(2, block)]
     assert len(pages.runs([Move("a", 1, 3, [0, 1], elsewhere)])) == 2
-    two_ranks = BlockPages.of(0, 2, PAGE_BYTES, 16, 64)
+    two_ranks = BlockPages(0, 2, PAGE_BYTES, 16, 64)
     assert len(two_ranks.runs([Move("a", 1, 3, [0, 1], [0, 2 * block])])) == 2
 
 
@@ -49,7 +49,7 @@ def test_pages_of_any_strides_become_blocks_and_come_back(order: str, seed: int)
         memory = np.frombuffer(rng.randbytes(layer_bytes * outer[0] * outer[1]), np.uint8).copy()
         kv = memory.reshape(*outer, layer_bytes)
         kv = kv if order == "BLHNC" else kv.swapaxes(0, 1)[:pages]  # [pages, layers, bytes]
-        geometry = BlockPages.of(
+        geometry = BlockPages(
             rank,
             tp_size,
             layers * layer_bytes,

@@ -208,7 +208,7 @@ def test_pages_go_where_their_tokens_are_in_the_block(
     make: Make, stream: FakeStream, rank: int, tp_size: int, per_block: int
 ) -> None:
     kv, raw, pool = memory(per_block, tp_size)
-    pages = BlockPages.of(rank, tp_size, PAGE_BYTES, 16, 16 * per_block)
+    pages = BlockPages(rank, tp_size, PAGE_BYTES, 16, 16 * per_block)
     copier = make(kv, pool)
     chance = random.Random(2)
     for _ in range(10):
@@ -250,7 +250,7 @@ def test_a_load_comes_after_what_the_forward_pass_still_writes(
         raw[3] = 7
 
     stream.run(write_late)
-    runs = BlockPages.of(0, 1, PAGE_BYTES, 16, 16).runs([Move("a", 1, 0, [3], [4 * PAGE_BYTES])])
+    runs = BlockPages(0, 1, PAGE_BYTES, 16, 16).runs([Move("a", 1, 0, [3], [4 * PAGE_BYTES])])
     loader = threading.Thread(target=lambda: copier.load(runs, stream))
     before = raw[3].copy()
     loader.start()
@@ -274,7 +274,7 @@ def test_a_save_comes_after_what_was_recorded(make: Make, stream: FakeStream) ->
 
     stream.run(write_late)
     after = copier.record(stream)
-    runs = BlockPages.of(0, 1, PAGE_BYTES, 16, 16).runs([Move("a", 1, 0, [3], [4 * PAGE_BYTES])])
+    runs = BlockPages(0, 1, PAGE_BYTES, 16, 16).runs([Move("a", 1, 0, [3], [4 * PAGE_BYTES])])
     saver = threading.Thread(target=lambda: copier.save(runs, after))
     saver.start()
     may_write.set()
@@ -312,7 +312,7 @@ def test_pages_go_to_and_from_each_region_of_the_host(
         segment[:] = region % 251
         copier.add(region, segment)
     places = [place_of(1, PAGE_BYTES), 0, place_of(700, 4 * PAGE_BYTES), place_of(2, 0)]
-    runs = BlockPages.of(0, 1, PAGE_BYTES, 16, 16).runs([Move("a", 1, 0, [3, 0, 7, 5], places)])
+    runs = BlockPages(0, 1, PAGE_BYTES, 16, 16).runs([Move("a", 1, 0, [3, 0, 7, 5], places)])
     was = pool[:PAGE_BYTES].copy()
     if is_aside:
         copier.load_aside(runs, copier.record(stream))
@@ -335,7 +335,7 @@ def test_pages_go_to_and_from_each_region_of_the_host(
 def test_an_order_is_one_call_where_the_driver_has_batches(
     monkeypatch: pytest.MonkeyPatch, stream: FakeStream, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pages = BlockPages.of(0, 1, PAGE_BYTES, 16, 16)
+    pages = BlockPages(0, 1, PAGE_BYTES, 16, 16)
     runs = pages.runs([Move("a", 1, 0, [1, 3, 5], [0, 4 * PAGE_BYTES, 2 * PAGE_BYTES])])
     for batches, calls in (("taken", ([3, 3], 0)), ("refused", ([], 6)), ("unknown", ([], 6))):
         cuda = HostCuda(batches)

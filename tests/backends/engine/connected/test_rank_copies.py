@@ -18,7 +18,7 @@ class Copies:
         self.said: list[m.ToWorker] = []
         self.heard = threading.Condition()
         self.copied: list[Any] = []
-        self.copies = RankCopies(BlockPages.of(0, 1, 32, 4, 4), 4, self, self.note)  # type: ignore[arg-type]
+        self.copies = RankCopies(BlockPages(0, 1, 32, 4, 4), self, self.note)  # type: ignore[arg-type]
 
     def note(self, message: m.ToWorker) -> None:
         with self.heard:
@@ -83,8 +83,7 @@ def test_one_finished_request_a_call_and_in_the_same_order_on_every_rank() -> No
     """Else two ranks may complete two in one step: of which an older executor ends one."""
     slow = Slow()
     ranks = [
-        RankCopies(BlockPages.of(rank, 2, 32, 4, 4), 4, slow, lambda message: None)
-        for rank in range(2)
+        RankCopies(BlockPages(rank, 2, 32, 4, 4), slow, lambda message: None) for rank in range(2)
     ]
     ranks[1].start(Orders([], [Move("0", 0, 0, [0], [0])], []), None)
     ranks[1].after_forward(None)

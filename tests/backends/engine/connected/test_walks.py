@@ -142,7 +142,7 @@ class Walk:
                 assert copies is not None and not copies._is_broken
             scheduler = engine.scheduler
             scheduler.check()
-            assert len(scheduler._table) == 0 and not scheduler._table._taken
+            assert not scheduler._table.entries and not scheduler._table.taken
 
 
 @pytest.mark.slow

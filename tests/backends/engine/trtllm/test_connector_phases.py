@@ -80,7 +80,7 @@ def test_pages_that_are_taken_away_without_a_word_are_saved_before_they_are_writ
     engine.keep(prompt, pages, store)
     assert store == filled(make(), prompt)
     engine.unstage("a", pages)
-    assert not engine.executor.connectors.scheduler._scheduler._table._taken
+    assert not engine.executor.connectors.scheduler._scheduler._table.taken
 
 
 def test_a_request_that_is_missing_in_a_step_is_waited_for_once() -> None:
@@ -278,7 +278,7 @@ def test_five_hundred_requests_leave_nothing_behind(make: Make) -> None:
     assert engine.all_free and threading.active_count() == threads
     scheduler = engine.executor.connectors.scheduler._scheduler
     scheduler.check()
-    assert len(scheduler._table) == 0 and not scheduler._table._taken and not scheduler._due
+    assert not scheduler._table.entries and not scheduler._table.taken and not scheduler._due
     for worker in engine.executor.connectors.workers:
         copies = worker._copies
         assert not (+copies._saving or copies._finished or copies._draining or +copies._ended)

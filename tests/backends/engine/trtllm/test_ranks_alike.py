@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from backends.engine.connected import messages as m
-from backends.engine.trtllm.connector import aside_pages_min, size_problems
+from backends.engine.trtllm.connector import aside_pages_min, pages_of
 from tests.backends.engine.connected.connected import Make, expected, filled, prompt_of
 
 pytestmark = pytest.mark.usefixtures("trtllm")
@@ -69,14 +70,33 @@ def test_slots_are_read_by_all_ranks_and_filled_by_one(
     engine.unstage("fill", pages)
 
 
+def problem_of(
+    shape: tuple[int, ...],
+    page_bytes: int,
+    tokens_per_block: int,
+    tp_size: int,
+    *block: int,
+    is_alike: bool = False,
+) -> str:
+    """`block`: tokens and bytes of a store block."""
+    dtype = {2: torch.bfloat16, 4: torch.float32}[page_bytes // math.prod(shape[1:])]
+    site = m.Site("", "", *block, is_alike=is_alike)
+    try:
+        kv = torch.empty(shape, dtype=dtype)
+        pages_of(kv, 0, tp_size, tokens_per_block, site).check(site.block_bytes)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def test_pages_that_are_not_what_config_json_says_end_the_start() -> None:
     latent, heads = (8, 3, 1, 64), (8, 3, 2, 64)
-    assert size_problems(latent, 384, 16, 2, 64, 4 * 384, is_alike=True) == []
-    assert "kv_factor 1" in size_problems(heads, 768, 16, 2, 64, 4 * 768, is_alike=True)[0]
-    assert "kv_factor 2" in size_problems(latent, 384, 16, 2, 64, 8 * 384)[0]
-    said = size_problems(latent, 768, 32, 2, 64, 4 * 384, is_alike=True)
-    assert said == [], "the same bytes in longer pages"
-    (said_of_64,) = size_problems(latent, 768, 16, 2, 64, 4 * 384, is_alike=True)
+    assert not problem_of(latent, 384, 16, 2, 64, 4 * 384, is_alike=True)
+    assert "kv_factor 1" in problem_of(heads, 768, 16, 2, 64, 4 * 768, is_alike=True)
+    assert "kv_factor 2" in problem_of(latent, 384, 16, 2, 64, 8 * 384)
+    said = problem_of(latent, 768, 32, 2, 64, 4 * 384, is_alike=True)
+    assert said == "", "the same bytes in longer pages"
+    said_of_64 = problem_of(latent, 768, 16, 2, 64, 4 * 384, is_alike=True)
     assert "page_tokens" in said_of_64, "the engine has taken longer pages than it was told to"
 
 
@@ -90,10 +110,10 @@ def test_how_long_a_load_is_counts_what_each_rank_reads() -> None:
 
 def test_sizes_are_compared_before_anything_is_copied() -> None:
     good = ((8, 3, 2, 64), 768, 16, 2, 64, 2 * 4 * 768)
-    assert size_problems(*good) == []
-    assert "no multiple" in size_problems((8, 3, 2, 64), 768, 24, 2, 64, 6144)[0]
-    assert "tp_size agree" in size_problems((8, 3, 2, 64), 768, 16, 1, 64, 6144)[0]
-    assert "shape" in size_problems((8, 64), 768, 16, 2, 64, 6144)[0]
+    assert not problem_of(*good)
+    assert "no multiple" in problem_of((8, 3, 2, 64), 768, 24, 2, 64, 6144)
+    assert "tp_size agree" in problem_of((8, 3, 2, 64), 768, 16, 1, 64, 6144)
+    assert "shape" in problem_of((8, 64), 128, 16, 2, 64, 6144)
 
 
 def test_the_limit_is_what_goes_over_one_gpu_s_bus() -> None:
