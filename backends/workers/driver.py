@@ -40,13 +40,9 @@ class Driver(ABC, Generic[W, J]):
     engine: ServingEngine
     is_native: bool = False  # the engine hands KV over by itself
     rings: RingLayout | None = None  # layer ring buffers; None: no layer-wise prefill
+    hardware: str = ""  # hardware whose speed `measure` measures; "": this machine's CPU
     draws_by_guide: bool = False  # the driver samples with a grammar matcher (text/guides.py)
     _worker: W  # set by `begin`
-
-    @property
-    def hardware(self) -> str:
-        """The hardware whose speed `measure` measures; "": this machine's CPU."""
-        return ""
 
     @abstractmethod
     def measure(self, budget_s: float) -> Samples:

@@ -18,7 +18,7 @@ from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import PromptLogprobs, PromptScores, TokenLogprobs
 from backends.workers.arrivals import Arrival
 from backends.workers.kv_writer import BlockPut
-from backends.workers.lifecycle.states import JobState
+from backends.workers.lifecycle.states import ENDING, LEFT, JobState
 from backends.workers.prefix_loading import LayeredPrefix
 from backends.workers.protocol import (
     BlockRef,
@@ -70,12 +70,12 @@ class Job(Generic[R, C]):
     @property
     def is_leaving(self) -> bool:
         """True if no more work is done for the job."""
-        return self.state.is_leaving
+        return self.state.phase in ENDING
 
     @property
     def has_left(self) -> bool:
         """True if the job is in none of the worker's tables."""
-        return self.state.has_left
+        return self.state.phase in LEFT
 
     def given_output_ids(self) -> list[int]:
         """The output tokens that the request already had when it arrived."""

@@ -50,14 +50,10 @@ class ConnectedDriver(Driver[W, J]):
         self._block_tokens = worker.block_tokens
         self._health = EngineHealth(lambda reason: self._worker.process.lose(reason))
         self.engine = make_engine(self, self._on_step)
-        self.is_native = self.engine.is_native
+        self.is_native, self.hardware = self.engine.is_native, self.engine.hardware
         self._staged = StagedPages(
             self.engine, worker.transfer_s_max, self._failed_for, self.broken
         )
-
-    @property
-    def hardware(self) -> str:
-        return self.engine.hardware
 
     def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
         if not self.engine.is_connected:

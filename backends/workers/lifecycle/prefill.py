@@ -11,6 +11,7 @@ again; only the first counts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from backends.workers.lifecycle import states
@@ -55,7 +56,7 @@ def _layer_read(state: JobState, is_here: bool) -> Result:
 
 
 def _reset(state: JobState, value: Any) -> Result:
-    state, actions = states.awaiting(state, JobPhase.RESETTING)
+    state, actions = states.awaiting(state, value, JobPhase.RESETTING)
     return state, [Do.STOP_BATCH, Do.GIVE_UP_SLOTS, *actions]
 
 
@@ -73,22 +74,10 @@ def _sampled(state: JobState, token_id: int) -> Result:
     return state._replace(token_id=token_id), [Do.SEND_FIRST]
 
 
-def _answerable(state: JobState, value: None) -> Result:
-    return states.awaiting(state, JobPhase.HANDED)
-
-
 def _answer_early(state: JobState, value: None) -> Result:
     state, _ = states.written(state, value)
     phase = JobPhase.STORING if state.awaited else JobPhase.ANSWERED  # computed meanwhile, or not
     return state._replace(phase=phase, is_call_over=True), [Do.REPLY]
-
-
-def _computed(state: JobState, value: None) -> Result:
-    return states.awaiting(state, JobPhase.STORING)
-
-
-def _computed_early(state: JobState, value: None) -> Result:
-    return states.awaiting(state, JobPhase.HANDED)
 
 
 def _stored(state: JobState, value: None) -> Result:
@@ -119,7 +108,7 @@ def _thread_failed(state: JobState, error: Exception) -> Result:
 
 def _between_steps(state: JobState, is_reading: bool) -> Result:
     state, actions = states.between_steps(state, is_reading)
-    return state, [*actions, Do.SETTLE] if state.has_left else actions
+    return state, [*actions, Do.SETTLE] if state.phase is JobPhase.QUITTING else actions
 
 
 def _flushed(state: JobState, value: None) -> Result:
@@ -141,10 +130,14 @@ TABLE: Table = {
     (JobPhase.RESETTING, On.BETWEEN_STEPS): _reset,
     (JobPhase.RESETTING, On.WRITTEN): _slots_given_up,
     (JobPhase.COMPUTING, On.SAMPLED): _sampled,
-    (JobPhase.COMPUTING, On.ANSWERABLE): _answerable,
+    (JobPhase.COMPUTING, On.ANSWERABLE): partial(states.awaiting, phase=JobPhase.HANDED),
     (JobPhase.HANDED, On.WRITTEN): _answer_early,
-    **cells({JobPhase.COMPUTING, JobPhase.ANSWERED}, {On.COMPUTED}, _computed),
-    (JobPhase.HANDED, On.COMPUTED): _computed_early,
+    (JobPhase.HANDED, On.COMPUTED): partial(states.awaiting, phase=JobPhase.HANDED),
+    **cells(
+        {JobPhase.COMPUTING, JobPhase.ANSWERED},
+        {On.COMPUTED},
+        partial(states.awaiting, phase=JobPhase.STORING),
+    ),
     (JobPhase.STORING, On.WRITTEN): _stored,
     **cells(COMPUTED, {On.SAMPLED, On.ANSWERABLE}, ignored),
     (JobPhase.STORING, On.COMPUTED): ignored,

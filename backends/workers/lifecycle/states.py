@@ -1,21 +1,5 @@
 """A job's state, and the cells that both roles share: how a job gets into a step, how it leaves.
 
-    queued       waits for pages
-    loading      a loader reads its KV from the store
-    blocked      prefill: another prompt produces the next block that it lacks
-    compiling    a thread compiles its grammar
-    starting     the driver prepares the engine
-    computing    takes part in steps
-    resetting    prefill: a layer of its prefix is missing; between two steps it starts again
-    storing      prefill: computed; the writer stores its last blocks
-    handed       prefill: as storing, but the reply does not wait for the store
-    answered     prefill: replied; its KV still goes to the store
-    saving       decode: preempted; the writer stores its KV
-    leaving      stopped or failed; waits for its thread, and then for the end of the step
-    quitting     out of the batch; the engine may still copy its KV
-    flushing     the engine has left it; the writer may still write its KV
-    over         nothing is held for it any more
-
 Every thread that works for a job ends with an event, and so does every copy. A job leaves in this
 order: the thread, the step, the engine's copies, the writer. Then its pages, slots and leases are
 released, once. If the engine cannot say that its copies have ended, pages and slots are not reused.
@@ -31,21 +15,21 @@ from backends.workers.lifecycle.events import Do, On
 
 
 class JobPhase(str, Enum):
-    QUEUED = "queued"
-    LOADING = "loading"
-    BLOCKED = "blocked"
-    COMPILING = "compiling"
-    STARTING = "starting"
-    COMPUTING = "computing"
-    RESETTING = "resetting"
-    STORING = "storing"
-    HANDED = "handed"
-    ANSWERED = "answered"
-    SAVING = "saving"
-    LEAVING = "leaving"
-    QUITTING = "quitting"
-    FLUSHING = "flushing"
-    OVER = "over"
+    QUEUED = "waits for pages"
+    LOADING = "a loader reads its KV from the store"
+    BLOCKED = "prefill: another prompt produces the next block that it lacks"
+    COMPILING = "a thread compiles its grammar"
+    STARTING = "the driver prepares the engine"
+    COMPUTING = "takes part in steps"
+    RESETTING = "prefill: a layer of its prefix is missing; between two steps it starts again"
+    STORING = "prefill: computed; the writer stores its last blocks"
+    HANDED = "prefill: as STORING, but the reply does not wait for the store"
+    ANSWERED = "prefill: replied; its KV still goes to the store"
+    SAVING = "decode: preempted; the writer stores its KV"
+    LEAVING = "stopped or failed; waits for its thread, and then for the end of the step"
+    QUITTING = "in none of the worker's tables; the engine may still copy its KV"
+    FLUSHING = "the engine has left it; the writer may still write its KV"
+    OVER = "nothing is held for it any more"
 
 
 AT_WORK = {JobPhase.LOADING, JobPhase.COMPILING, JobPhase.STARTING}  # a thread works for the job
@@ -66,16 +50,6 @@ class JobState(NamedTuple):
     is_given: bool = True  # decode: leases of handed-over or saved blocks are held
     sent_tokens: int = 0  # decode: tokens sent so far
 
-    @property
-    def is_leaving(self) -> bool:
-        """True if no more work is done for the job."""
-        return self.phase in ENDING
-
-    @property
-    def has_left(self) -> bool:
-        """True if the job is in none of the worker's tables."""
-        return self.phase in LEFT
-
 
 Result = tuple[JobState, list[Do]]
 Cell = Callable[[JobState, Any], Result]  # the second argument: the value of the event
@@ -85,7 +59,7 @@ Table = Mapping[tuple[JobPhase, On], Cell]
 def step_of(table: Table, state: JobState, event: On, value: Any) -> Result:
     """The next state, and the actions in order. Raises AssertionError if there is no cell."""
     cell = table.get((state.phase, event))
-    assert cell is not None, f"{event.name} cannot come while {state.phase.value}"
+    assert cell is not None, f"{event.name} cannot come while {state.phase.name}"
     return cell(state, value)
 
 
@@ -143,12 +117,12 @@ def between_steps(state: JobState, is_reading: bool) -> Result:
     return state._replace(phase=JobPhase.QUITTING), [Do.REMOVE, Do.STOP_ENGINE]
 
 
-def awaiting(state: JobState, phase: JobPhase) -> Result:
+def awaiting(state: JobState, value: Any, phase: JobPhase) -> Result:
     return state._replace(phase=phase, awaited=state.awaited + 1), [Do.AWAIT_WRITES]
 
 
 def engine_left(state: JobState, is_certain: bool) -> Result:
-    return awaiting(state._replace(is_certain=is_certain), JobPhase.FLUSHING)
+    return awaiting(state._replace(is_certain=is_certain), None, JobPhase.FLUSHING)
 
 
 def written(state: JobState, value: None) -> Result:

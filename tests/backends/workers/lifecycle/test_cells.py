@@ -168,11 +168,11 @@ DECODE: list[Case] = [
     ("table", "case"),
     [
         *[
-            pytest.param(prefill.TABLE, case, id=f"prefill {case[0].value} {case[2][0].name}")
+            pytest.param(prefill.TABLE, case, id=f"prefill {case[0].name} {case[2][0].name}")
             for case in PREFILL
         ],
         *[
-            pytest.param(decode.TABLE, case, id=f"decode {case[0].value} {case[2][0].name}")
+            pytest.param(decode.TABLE, case, id=f"decode {case[0].name} {case[2][0].name}")
             for case in DECODE
         ],
     ],
@@ -190,9 +190,9 @@ def test_every_cell_has_a_case(table: Table, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("step", [prefill.step, decode.step])
 def test_an_event_that_cannot_come_raises(step: Any) -> None:
-    with pytest.raises(AssertionError, match="ENGINE_READY cannot come while queued"):
+    with pytest.raises(AssertionError, match="ENGINE_READY cannot come while QUEUED"):
         step(JobState(), On.ENGINE_READY)
-    with pytest.raises(AssertionError, match="WRITTEN cannot come while over"):
+    with pytest.raises(AssertionError, match="WRITTEN cannot come while OVER"):
         step(JobState(P.OVER), On.WRITTEN)
 
 

@@ -146,7 +146,7 @@ class World:
             found.append(self.engine_refuses)
         if not self.is_calm and self.chance.random() < 0.1:
             found += [lambda: self.post(On.STOPPED), lambda: self.post(On.FAILED, ERROR)]
-            if self.state.is_leaving:
+            if self.state.phase in states.ENDING:
                 found.append(lambda: self.post(On.CALL_LATE))
                 found.append(lambda: self.post(*self.chance.choice(self.late_words())))
         return found
@@ -273,7 +273,11 @@ class Prefill(World):
         is_mark = self.writer[0] == MARK
         super().write()
         self.marks_before_reply -= is_mark
-        if self.is_handed and self.marks_before_reply == 0 and not self.state.is_leaving:
+        if (
+            self.is_handed
+            and self.marks_before_reply == 0
+            and self.state.phase not in states.ENDING
+        ):
             assert self.calls == 1, "the reply of a native hand-over waits for the store"
 
     def unblock(self) -> None:
@@ -301,7 +305,7 @@ class Prefill(World):
 
     def compute_last(self) -> None:
         """The KV of a prompt that was handed over has come out of the engine."""
-        if self.state.has_left:  # then the engine says no more of it
+        if self.state.phase in states.LEFT:  # then the engine says no more of it
             self.is_handed = False
             return
         self.is_ready = True
@@ -404,7 +408,7 @@ class Decode(World):
         if self.fails(0.05):
             self.post(On.FAILED, ERROR)
             return
-        if not self.state.is_leaving:
+        if self.state.phase not in states.ENDING:
             self.tokens += 1
         if self.chance.random() < 0.3:
             self.writer.append("write")
