@@ -146,16 +146,19 @@ class StageScheduler(ABC):
         with self._lock:
             due, self._due = self._due, []
             loads = [entry.load() for entry in due]
-            for data in new:
-                entry = self._table.taken.get(data.request_id)
-                if entry is not None:
-                    self._given(entry, data.new_block_ids)
-                    self._save(entry, self._position(entry, data, True), saves)
-            for data in cached:
-                entry = self._table.taken.get(data.request_id)
-                if entry is not None:
-                    entry.block_ids += data.new_block_ids
-                    self._save(entry, self._position(entry, data, False), saves)
+            for is_new, requests in ((True, new), (False, cached)):
+                for data in requests:
+                    entry = self._table.taken.get(data.request_id)
+                    if entry is None:
+                        continue
+                    if is_new:
+                        self._given(entry, data.new_block_ids)
+                    else:
+                        entry.block_ids += data.new_block_ids
+                    entry.position = self._position(entry, data, is_new)
+                    move = entry.save(entry.position, self._tokens_per_block)
+                    if move is not None:
+                        saves.append(move)
             replies = [self._remove(entry) for entry in due if entry.is_unstaged]
         for reply in replies:
             self._send(reply)
@@ -165,12 +168,6 @@ class StageScheduler(ABC):
         """The first pages of a request, among them all that are loaded."""
         assert len(block_ids) >= entry.first_page + entry.load_pages, "pages to load are missing"
         entry.block_ids = list(block_ids)
-
-    def _save(self, entry: Entry, position: int, saves: list[Move]) -> None:
-        entry.position = position
-        move = entry.save(position, self._tokens_per_block)
-        if move is not None:
-            saves.append(move)
 
     def finished(self, request: Any) -> bool:
         """True if the request's pages must stay until every rank has finished its copies."""

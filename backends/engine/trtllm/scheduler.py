@@ -20,8 +20,6 @@ from backends.engine.connected import messages as m
 from backends.engine.connected.block_pages import LlmId, Orders
 from backends.engine.connected.scheduler import Entry, Salt, StageScheduler
 
-MULTIMODAL = ("multimodal_hashes", "multimodal_positions")
-
 
 class RequestData(Protocol):
     """TensorRT-LLM's description of one request in a step."""
@@ -107,8 +105,14 @@ def _salt(request: Any) -> Salt | None:
 
     The request that `match` gets is the C++ one. It may lack attributes that later calls have.
     """
-    is_multimodal = any(getattr(request, name, None) for name in MULTIMODAL)
-    if is_multimodal or getattr(request, "lora_task_id", None) is not None:
+    # Written out, because TensorRT-LLM waits for it.
+    if getattr(request, "lora_task_id", None) is not None:
         return None
-    shown = (getattr(request, name, None) for name in ("cache_salt", "cache_salt_id"))
-    return next((salt for salt in shown if salt is not None), "")
+    if getattr(request, "multimodal_hashes", None):
+        return None
+    if getattr(request, "multimodal_positions", None):
+        return None
+    salt = getattr(request, "cache_salt", None)
+    if salt is None:
+        salt = getattr(request, "cache_salt_id", None)
+    return "" if salt is None else salt
