@@ -52,7 +52,7 @@ class JobWorker(ABC, Generic[J]):
     """Base class of both roles."""
 
     role: str  # "prefill" | "decode"
-    step: Callable[[JobState, Any], Result]  # the state machine of the role's jobs
+    step: Callable[[JobState, On, Any], Result]  # the state machine of the role's jobs
     loaders: int  # number of threads that load KV
     batching: Admission
 

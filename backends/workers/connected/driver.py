@@ -30,7 +30,7 @@ from mooncake_store.layout import PageLayout
 
 log = logging.getLogger(__name__)
 UNCLAIMED_S_MAX = 1.0  # the connector's message may come this much later than the engine's tokens
-UNSTAGE_S_MAX = 60.0  # no request waits for it, and an engine that compiles something is not dead
+UNSTAGE_S_MAX = 60.0  # a call waits COPIES_S_MAX at most; an engine that compiles is not dead
 
 W = TypeVar("W", bound=JobWorker[Any])
 J = TypeVar("J")

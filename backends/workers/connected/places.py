@@ -37,7 +37,7 @@ from mooncake_store.records.blocks import Copy, Slot
 from mooncake_store.records.membership import NodeInfo
 
 log = logging.getLogger(__name__)
-ATTACH_S_MAX = 3600.0  # nobody waits for it; a terabyte of small pages takes minutes to lock
+ATTACH_S_MAX = 3600.0  # no request waits for it; locking a terabyte of small pages takes minutes
 
 
 class InSlot(NamedTuple):

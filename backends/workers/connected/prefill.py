@@ -272,13 +272,13 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
             if prompt.token_id is None or job.is_leaving or not prompt.is_known:
                 return
             worker.post(job, On.SAMPLED, prompt.token_id)
-            if self.is_native and not prompt.has_native:
+            if not (prompt.has_native if self.is_native else not prompt.unsaved):
                 return
+            self._health.went_well()
             if self.is_native:
                 worker.post(job, On.ANSWERABLE)
             if not prompt.unsaved:
                 worker.post(job, On.COMPUTED)
-            self._health.went_well()
 
     # -- prompts without further reports
 

@@ -4,8 +4,8 @@
       ↑                                            │
       └────────────────────── saving ◀─────────────┘  preempted
 
-The reply goes out as soon as the last token is decoded. The call of a stopped or
-failed job ends when no copy of its KV is under way, because its frontend then releases the leases.
+The reply goes out as soon as the last token is decoded. The call of a stopped or failed job ends
+when no copy of its KV is under way, because its frontend then releases the leases.
 """
 
 from __future__ import annotations

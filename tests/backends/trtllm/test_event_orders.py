@@ -159,9 +159,10 @@ def test_a_prompt_that_the_engine_ends_without_a_token_fails_unless_it_was_stopp
 
 def test_kv_that_does_not_come_out_fails_its_prompt_after_a_while() -> None:
     heard = Prefill("store")
-    heard.hear("claimed")
-    heard.hear("computed")
-    heard.hear("ended")
+    heard.driver._health.went_well = lambda: heard.said.append("went well")
+    for word in ("claimed", "loaded", "computed", "ended"):
+        heard.hear(word)
+    assert "went well" not in heard.said, "its KV is missing, so the engine may be lost"
     heard.prompt.ended_s = 100.0
     assert heard.driver._late(105.0) == []
     heard.driver._give_up(heard.driver._late(105.1))

@@ -79,7 +79,7 @@ def test_a_prompt_that_was_not_recognised_is_answered_without_blocks() -> None:
     assert driver._late(1.0 + UNCLAIMED_S_MAX / 2) == []
     assert driver._late(1.0 + UNCLAIMED_S_MAX * 2) == [prompt]
     driver._give_up([prompt])
-    assert heard.said == ["others may look again", ("first", 7, 0), [], "well"]
+    assert heard.said == ["others may look again", ("first", 7, 0), "well", []]
     assert driver._late(1e9) == [], "once"
 
 
@@ -92,7 +92,7 @@ def test_what_was_cached_is_known_before_anything_is_said() -> None:
     heard.driver.claimed("a", 8, 24)
     assert heard.said == [], "nobody said that what was loaded is what was verified"
     heard.driver.loaded("a")
-    assert heard.said == [("first", 7, 32), [REF], "well"]
+    assert heard.said == [("first", 7, 32), "well", [REF]]
     heard.driver.claimed("a", 0, 0)
     assert heard.job.cached_tokens == 32, "it was said"
     assert [each for each in heard.said if each != "well"] == [("first", 7, 32), [REF]], "each once"
