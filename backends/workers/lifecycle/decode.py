@@ -22,6 +22,7 @@ from backends.workers.lifecycle.states import (
     JobState,
     Result,
     Table,
+    before,
     cells,
     ignored,
 )
@@ -57,16 +58,6 @@ def _saved(state: JobState, value: None) -> Result:
     return state._replace(phase=JobPhase.QUEUED, is_busy=False), [Do.END_SAVE]
 
 
-def _save_failed(state: JobState, error: Exception) -> Result:
-    state, actions = states.thread_failed(state, error)
-    return state, [Do.END_SAVE, *actions]
-
-
-def _end_save(state: JobState, value: Any) -> Result:
-    state, actions = states.thread_over(state, value)
-    return state, [Do.END_SAVE, *actions]
-
-
 TABLE: Table = {
     **states.COMMON,
     **cells(ACTIVE, {On.STOPPED, On.FAILED}, states.leaves),
@@ -76,8 +67,10 @@ TABLE: Table = {
     (JobPhase.COMPUTING, On.FINISHED): _finished,
     (JobPhase.COMPUTING, On.PREEMPTED): _preempted,
     (JobPhase.SAVING, On.SAVED): _saved,
-    (JobPhase.SAVING, On.SAVE_FAILED): _save_failed,
-    **cells({JobPhase.LEAVING}, {On.SAVED, On.SAVE_FAILED}, _end_save),
+    (JobPhase.SAVING, On.SAVE_FAILED): before(Do.END_SAVE, states.thread_failed),
+    **cells(
+        {JobPhase.LEAVING}, {On.SAVED, On.SAVE_FAILED}, before(Do.END_SAVE, states.thread_over)
+    ),
     **cells(ENDING, {On.DECODED, On.FINISHED}, ignored),  # of a step that had begun before
     **cells(LEFT, {On.KV_READ}, ignored),
 }

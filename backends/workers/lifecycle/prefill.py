@@ -23,6 +23,7 @@ from backends.workers.lifecycle.states import (
     JobState,
     Result,
     Table,
+    before,
     cells,
     ignored,
 )
@@ -96,16 +97,6 @@ def _stored(state: JobState, value: None) -> Result:
 # --- leaving
 
 
-def _failed(state: JobState, error: Exception) -> Result:
-    """Writes that are queued are dropped. Those of a stopped prompt are useful to other prompts."""
-    state, actions = states.leaves(state, error)
-    return state, [Do.END_WRITES, *actions]
-
-
-def _thread_failed(state: JobState, error: Exception) -> Result:
-    return _failed(state._replace(is_busy=False), error)
-
-
 def _between_steps(state: JobState, is_reading: bool) -> Result:
     state, actions = states.between_steps(state, is_reading)
     return state, [*actions, Do.SETTLE] if state.phase is JobPhase.QUITTING else actions
@@ -120,9 +111,13 @@ def _flushed(state: JobState, value: None) -> Result:
 
 TABLE: Table = {
     **states.COMMON,
-    **cells(ACTIVE, {On.STOPPED}, states.leaves),
-    **cells(ACTIVE, {On.FAILED}, _failed),
-    **cells(AT_WORK | {JobPhase.COMPUTING}, {On.LOAD_FAILED}, _thread_failed),
+    **cells(ACTIVE, {On.STOPPED}, states.leaves),  # the queued writes are useful to other prompts
+    **cells(ACTIVE, {On.FAILED}, before(Do.END_WRITES, states.leaves)),
+    **cells(
+        AT_WORK | {JobPhase.COMPUTING},
+        {On.LOAD_FAILED},
+        before(Do.END_WRITES, states.thread_failed),
+    ),
     (JobPhase.LOADING, On.BLOCKED): _blocked,
     (JobPhase.BLOCKED, On.UNBLOCKED): states.loads,
     (JobPhase.COMPUTING, On.LAYER_DUE): _layer_due,

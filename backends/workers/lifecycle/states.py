@@ -71,6 +71,16 @@ def ignored(state: JobState, value: Any) -> Result:
     return state, []
 
 
+def before(action: Do, cell: Cell) -> Cell:
+    """`cell`, with this action before its own."""
+
+    def both(state: JobState, value: Any) -> Result:
+        state, actions = cell(state, value)
+        return state, [action, *actions]
+
+    return both
+
+
 # --- until it is computed
 
 
