@@ -18,9 +18,9 @@ from backends.errors import ConfigError
 from conductor.config import AUTO
 from mooncake_store.sizes import size_bytes
 
-ENGINES = ("torch", "tensorrt_llm")
+ENGINES = ("torch", "tensorrt_llm", "vllm")
 DTYPES = ("float32", "bfloat16")
-TRTLLM_DTYPES = ("float32", "bfloat16", "float16")
+CONNECTED_DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
 ROLES = ("one", "both")
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
@@ -53,8 +53,8 @@ class WorkerConfig:
     """Parameters that prefill and decode workers have in common."""
 
     checkpoint: str = "demo"  # "demo", or a Hugging Face folder (see checkpoint_folder)
-    engine: str = "torch"  # torch | tensorrt_llm
-    dtype: str = "float32"  # dtype of weights: float32 | bfloat16; with tensorrt_llm also float16
+    engine: str = "torch"  # torch | tensorrt_llm | vllm
+    dtype: str = "float32"  # dtype of weights: float32 | bfloat16; not with torch also float16
     kv_dtype: str = "auto"  # dtype of KV: fp8 | auto (the checkpoint's, or `dtype` without one)
     device: str = "cpu"  # cpu | cuda | cuda:N
     threads: int = 1  # CPU threads of the engine, 1 to 256; all workers of a host share its cores
@@ -77,7 +77,7 @@ class WorkerConfig:
 
     def problems(self) -> list[str]:
         found = []
-        dtypes = TRTLLM_DTYPES if self.engine == "tensorrt_llm" else DTYPES
+        dtypes = DTYPES if self.engine == "torch" else CONNECTED_DTYPES
         for name, allowed in (
             ("engine", ENGINES),
             ("dtype", dtypes),
@@ -134,8 +134,8 @@ class WorkerConfig:
             )
         if self.pipeline_stages > 1 and not self.pipeline_group:
             yield "pipeline_group is empty; use the same name in all stages of the group"
-        if self.pipeline_group and self.engine == "tensorrt_llm":
-            yield "pipeline_group needs the torch engine; tensorrt_llm has its own pipelines"
+        if self.pipeline_group and self.engine != "torch":
+            yield f"pipeline_group needs the torch engine; {self.engine} has its own pipelines"
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,6 +319,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             ("nv_trt_llm_general_metrics", "1", "Iterations of the engine.", "general_type"),
         )
     ),
+    "vLLM's own": tuple(
+        # vLLM's own Triton model has the same names, so its dashboards work here too.
+        gauge(name, unit, WORKERS, f"{meaning} With engine vllm only.")
+        for name, unit, meaning in (
+            ("vllm:num_requests_running", "requests", "Requests in the engine's steps."),
+            ("vllm:num_requests_waiting", "requests", "Requests that wait in the engine."),
+            ("vllm:kv_cache_usage_perc", "1", "Used share of the engine's KV memory, 0 to 1."),
+            ("vllm:prefix_cache_hits", "tokens", "Tokens found in the engine's own cache."),
+            ("vllm:prefix_cache_queries", "tokens", "Tokens looked for in that cache."),
+            ("vllm:num_preemptions", "requests", "Requests that the engine preempted."),
+        )
+    ),
     "Storage nodes": (
         gauge("mooncake_store_bytes_used", "bytes", (FRONTEND,),
               "Bytes of blocks, including blocks that are being written. Node s0/ssd is the SSD "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, read_configs
 from backends.engine.trtllm import settings as trtllm_settings
+from backends.engine.vllm import settings as vllm_settings
 
 CONFIGS: Mapping[str, Any] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 OTHER_ROLE: Mapping[str, str] = {"prefill": "decode", "decode": "prefill"}
@@ -33,6 +34,8 @@ def config_classes(
     own, other = CONFIGS[role], CONFIGS[OTHER_ROLE[role]]
     if raw.get("engine", "") == "tensorrt_llm":
         return (own, trtllm_settings.TrtllmConfig), trtllm_settings.problems_together
+    if raw.get("engine", "") == "vllm":
+        return (own, vllm_settings.VllmConfig), trtllm_settings.problems_together
     classes = (own, other) if raw.get("roles", "") == "both" else (own,)
     return classes, lambda *configs: ()
 
@@ -50,6 +53,10 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
         from backends.workers.connected import trtllm
 
         return trtllm.make_driver(model, config, repository, *of_engine)
+    if config.engine == "vllm":
+        from backends.workers.connected import vllm
+
+        return vllm.make_driver(model, config, repository, *of_engine)
     from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
 
     engine = load_engine(config, repository)

@@ -30,6 +30,7 @@ class Order:
     cache_salt: str = ""
     is_streaming: bool = True
     native_params: Any = None  # of the engine's own hand-over; None: there is none
+    request_id: str = ""  # of the worker; "": nothing was staged
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,15 @@ class Batch(NamedTuple):
 
 class RankCopies:
     def __init__(
-        self, pages: BlockPages, copier: Copier, send: Callable[[m.ToWorker], None]
+        self,
+        pages: BlockPages,
+        copier: Copier,
+        send: Callable[[m.ToWorker], None],
+        recomputes: bool = False,
     ) -> None:
+        """`recomputes`: the engine computes what could not be loaded (`has_failed`), and asks which
+        saves have ended (`ended_saves`) instead of keeping pages back."""
+        self._recomputes = recomputes
         self._pages = pages
         self._part_pages = max(1, PART_BYTES_MAX // pages.page_bytes)
         self._copier = copier
@@ -60,6 +67,8 @@ class RankCopies:
         self._next_saves: list[Move] = []  # of the present pass
         self._holed: set[str] = set()  # requests with pages that were not computed or not saved
         self._given_away: set[str] = set()  # requests whose slots are not the worker's any more
+        self._failed: set[LlmId] = set()  # loads aside that failed, until the engine asks
+        self._ended_saves: Counter[LlmId] = Counter()  # since the engine has asked
         self._load_event: Event | None = None
         self._load_stream: Any = None
         self._is_broken = False
@@ -150,6 +159,19 @@ class RankCopies:
             self._started = [llm_id for llm_id in self._started if self._loading[llm_id]]
             return over
 
+    def has_failed(self, llm_id: LlmId) -> bool:
+        """True if this load failed. Asked once, after `loaded`."""
+        with self._lock:
+            is_failed = llm_id in self._failed
+            self._failed.discard(llm_id)
+            return is_failed
+
+    def ended_saves(self) -> dict[LlmId, int]:
+        """Number of saves that have ended since the last call, by request."""
+        with self._lock:
+            ended, self._ended_saves = self._ended_saves, Counter()
+            return dict(ended)
+
     # -- the channel's thread
 
     def on_message(self, message: m.ToConnector) -> None:
@@ -229,12 +251,20 @@ class RankCopies:
         (move,) = batch.moves
         stop = batch.pages_done + self._part_pages
         part = move.part(batch.pages_done, stop)
-        self._copier.load_aside(self._pages.runs([part]), batch.event)
-        if stop < len(move.block_ids):
-            self._batches.put(batch._replace(pages_done=stop))
-        else:
+        try:
+            self._copier.load_aside(self._pages.runs([part]), batch.event)
+            if stop < len(move.block_ids):
+                self._batches.put(batch._replace(pages_done=stop))
+                return
             self._believe(batch.moves)
-            self._end(batch.moves, is_load=True)
+        except Exception as error:  # Catch all: the engine computes what is missing
+            if not self._recomputes:
+                raise
+            log.warning("KV of %s could not be loaded: %s", move.request_id, error)
+            with self._lock:
+                self._failed.add(move.llm_id)
+            self._send(m.Loaded(move.request_id, self._pages.rank))
+        self._end(batch.moves, is_load=True)
 
     def _load(self, batch: Batch) -> None:
         if batch.event is not None:
@@ -275,6 +305,8 @@ class RankCopies:
         with self._lock:
             for move in moves:
                 self._ended[move.request_id] += 1
+                if self._recomputes and not is_load:
+                    self._ended_saves[move.llm_id] += 1
                 if move.is_aside or not is_load:
                     pending = self._loading if is_load else self._saving
                     pending[move.llm_id] -= 1
@@ -296,7 +328,12 @@ class RankCopies:
 
 
 def register(
-    site: m.Site, pages: BlockPages, kv: Any, gpu_pages: int, send: Callable[[m.ToWorker], None]
+    site: m.Site,
+    pages: BlockPages,
+    kv: Any,
+    gpu_pages: int,
+    send: Callable[[m.ToWorker], None],
+    recomputes: bool = False,
 ) -> tuple[RankCopies, m.Ready]:
     """The copies of a rank, and the message to send then. Raises ValueError if the pages do not
     make up the site's blocks.
@@ -305,6 +342,6 @@ def register(
     """
     pages.check(site.block_bytes)
     pool = map_pool(site.pool_path, site.block_bytes)
-    copies = RankCopies(pages, make_copier(kv, pool), send)
+    copies = RankCopies(pages, make_copier(kv, pool), send, recomputes)
     sizes = (pages.rank, pages.tp_size, pages.rank_bytes, pages.tokens_per_block)
     return copies, m.Ready(*sizes, len(pool) // site.block_bytes, gpu_pages)

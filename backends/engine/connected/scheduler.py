@@ -99,26 +99,31 @@ class StageScheduler(ABC):
         self, llm_id: LlmId, token_ids: Sequence[int], salt: Salt, local_tokens: int
     ) -> int:
         """Tokens after the local ones that are loaded, in whole pages. One token is left over."""
-        tokens_per_block = self._tokens_per_block
         with self._lock:
             if llm_id in self._table.taken:
                 return 0  # asked again: the first promise counts
             entry = self._table.take(llm_id, token_ids, salt)
             if entry is None:
                 return 0
-            entry.local_tokens = local_tokens
-            if local_tokens % tokens_per_block:
-                return 0  # a load would write into a page that has tokens
-            entry.first_page = local_tokens // tokens_per_block
-            stop = min(entry.loaded_pages, (len(token_ids) - 1) // tokens_per_block)
-            entry.load_pages = max(0, stop - entry.first_page)
-            if entry.load_pages:
-                entry.is_load_due = True
+            if self._plan(entry, local_tokens, len(token_ids)):
                 self._due.append(entry)
                 if 0 < self._aside_pages_min <= entry.load_pages:
                     entry.is_aside = True
                     self._aside.add(llm_id)
-            return entry.load_pages * tokens_per_block
+            return entry.load_pages * self._tokens_per_block
+
+    def _plan(self, entry: Entry, local_tokens: int, tokens: int) -> int:
+        """The pages that are loaded after the local tokens, of a request of `tokens` tokens."""
+        tokens_per_block = self._tokens_per_block
+        entry.local_tokens, entry.load_pages = local_tokens, 0
+        entry.is_load_due = False
+        if local_tokens % tokens_per_block:
+            return 0  # a load would write into a page that has tokens
+        entry.first_page = local_tokens // tokens_per_block
+        stop = min(entry.loaded_pages, (tokens - 1) // tokens_per_block)
+        entry.load_pages = max(0, stop - entry.first_page)
+        entry.is_load_due = bool(entry.load_pages)
+        return entry.load_pages
 
     def is_aside(self, llm_id: LlmId) -> bool:
         """True if the promised load of this request runs beside the passes."""
@@ -199,6 +204,7 @@ class Entry:
     load_pages: int = 0
     is_load_due: bool = False  # promised and not yet ordered
     is_aside: bool = False  # the load runs beside the passes
+    is_claimed: bool = False  # the worker knows what is loaded; only for engines that ask again
     is_unstaged: bool = False
     done_pages: int = 0  # pages on the host, or ordered to be saved there
     position: int = 0  # tokens computed after the newest pass
@@ -277,11 +283,21 @@ class StageTable:
             return None
         for entry in self._free.get((count, packed[-TAIL_BYTES:]), ()):
             if salt in entry.salts and entry.stage.token_ids == packed:
-                self._leave(entry)
-                entry.llm_id = llm_id
-                self.taken[llm_id] = entry
-                return entry
+                return self._take(entry, llm_id)
         return None
+
+    def take_named(self, llm_id: LlmId, request_id: str, token_count: int) -> Entry | None:
+        """The stage of this request of the worker, if no request of the engine has taken it."""
+        entry = self.entries.get(request_id)
+        if entry is None or entry.llm_id is not None or entry.stage.token_count != token_count:
+            return None
+        return self._take(entry, llm_id)
+
+    def _take(self, entry: Entry, llm_id: LlmId) -> Entry:
+        self._leave(entry)
+        entry.llm_id = llm_id
+        self.taken[llm_id] = entry
+        return entry
 
     def remove(self, request_id: str) -> None:
         entry = self.entries.pop(request_id)

@@ -5,28 +5,21 @@ ranks report the real size of their pages, and a difference is refused (engine.p
 have full attention with the same number of heads, or a latent (DeepSeek-V3). TensorRT-LLM keeps a
 latent as one head of K alone, of kv_lora_rank + qk_rope_head_dim, on every rank.
 
-`KvIdentity` is for the fingerprint: engines may exchange blocks only if the same tokens give the
-same bytes in both. It has all keys of config.json and of `llm_options` but the harmless ones listed
-here. A missing entry of the lists costs a cold cache. A wrong entry costs wrong answers.
+Of `llm_options` all but the harmless ones listed here are in the fingerprint.
 
-Not here: the weights (../checkpoint.py), the arguments of the engine (package.py).
+Not here: the weights (../checkpoint.py), what of a checkpoint is in the fingerprint
+(../connected/kv_identity.py), the arguments of the engine (package.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.engine.model_config import (
-    CheckpointError,
-    ConfigReader,
-    quantised_kv,
-    read_config,
-    read_json,
-)
+from backends.engine.connected.kv_identity import canonical
+from backends.engine.model_config import CheckpointError, ConfigReader, quantised_kv, read_config
 from backends.engine.trtllm.settings import ONLY, TrtllmConfig
 from mooncake_store.layout import KvLayout
 
@@ -156,11 +149,6 @@ def _unsupported(raw: Mapping[str, Any], context_tokens_max: int) -> Iterator[st
         yield "config.json: state-space layers are not supported; the connector cannot move them"
 
 
-HARMLESS_KEYS = frozenset({
-    "_name_or_path", "transformers_version", "bos_token_id", "eos_token_id", "pad_token_id",
-    "use_cache", "initializer_range", "attention_dropout",
-})  # fmt: skip
-
 # Options that decide when a step runs, or what is counted, drawn or shown; not what is computed.
 HARMLESS_OPTIONS = frozenset({
     "cuda_graph_config", "disable_overlap_scheduler", "enable_chunked_prefill", "sampler_type",
@@ -169,34 +157,6 @@ HARMLESS_OPTIONS = frozenset({
     "batch_wait_timeout_ms", "batch_wait_timeout_iters", "scheduler_config",
     "kv_cache_config.event_buffer_max_size",
 })  # fmt: skip
-
-# Optional files with the quantisation of tensors, KV among them.
-QUANTISATION_FILES = ("hf_quant_config.json", "quant_cfg.json", "dtypes.json")
-
-
-@dataclass(frozen=True, slots=True)
-class KvIdentity:
-    """How the weights are used; its repr is hashed with them."""
-
-    config: str
-    quantisation: str
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> KvIdentity:
-        """`folder` was read by read_kv_shape before."""
-        config = read_json(folder / "config.json", [])
-        there = [name for name in QUANTISATION_FILES if (folder / name).exists()]
-        beside = {name: read_json(folder / name, []) for name in there}
-        return cls(canonical(without_harmless_keys(config or {})), canonical(beside))
-
-
-def without_harmless_keys(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        kept = {key: inner for key, inner in value.items() if key not in HARMLESS_KEYS}
-        return {key: without_harmless_keys(inner) for key, inner in kept.items()}
-    if isinstance(value, list):
-        return [without_harmless_keys(inner) for inner in value]
-    return value
 
 
 def options_that_reach_kv(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,8 +184,3 @@ def pages_description(
     if reaching:
         parts.append(canonical(reaching))
     return "-".join(parts)
-
-
-def canonical(value: Any) -> str:
-    """The same text for equal JSON values."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

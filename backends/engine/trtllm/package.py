@@ -25,7 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from backends.engine.trtllm.settings import GUIDED_BACKEND, OBJECTS, EngineSpec, TrtllmConfig
+from backends.engine.connected.settings import EngineSpec
+from backends.engine.trtllm.settings import GUIDED_BACKEND, OBJECTS, TrtllmConfig
 from backends.errors import InvalidRequest
 from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, guide_name
 

@@ -1,19 +1,19 @@
 """Settings of workers of engine tensorrt_llm, and options that are refused.
 
-`EngineSpec` comes from parameters that all engines have, `TrtllmConfig` has the others of this
-engine. `llm_options` passes all further options to tensorrt_llm.LLM. An option is refused by name,
-with the reason, if another parameter sets it, or if it does not work with KV from a store.
+`TrtllmConfig` has the parameters that only this engine has. `llm_options` passes all further
+options to tensorrt_llm.LLM. An option is refused by name, with the reason, if another parameter
+sets it, or if it does not work with KV from a store.
 
 Not here: the final arguments of the engine (package.py).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from backends.engine.connected.settings import flat_options
 
 HANDOFFS = ("store", "native")
 TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")
@@ -80,24 +80,6 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Parameters that workers of all engines have."""
-
-    role: str  # prefill | decode
-    dtype: str
-    block_tokens: int
-    kv_pages: int  # of block_tokens tokens
-    context_tokens_max: int  # 0: what the checkpoint allows
-    requests_max: int  # in one step
-    chunk_tokens: int = 0  # computed in one step of prefill
-    kv_dtype: str = "auto"  # auto: as the checkpoint asks, else as dtype | fp8
-
-    @property
-    def pages_tokens(self) -> int:
-        return self.kv_pages * self.block_tokens
-
-
-@dataclass(frozen=True, slots=True)
 class TrtllmConfig:
     """Further parameters of a worker's config.pbtxt, with engine tensorrt_llm only."""
 
@@ -158,7 +140,7 @@ def problems_together(worker: Any, config: TrtllmConfig) -> Iterator[str]:
 
 def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[str]:
     """Refused `llm_options`; `is_connected`: KV comes from and goes to the store."""
-    for name, value in _flat(options):
+    for name, value in flat_options(options):
         if name in SAID_ELSEWHERE:
             yield f"llm_options sets {name}; that is said by {SAID_ELSEWHERE[name]}"
         elif name in (*OBJECTS, "model_kwargs") and not isinstance(value, Mapping):
@@ -168,32 +150,3 @@ def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[
             if value not in values:
                 allowed = " or ".join(repr(each) for each in values)
                 yield f"llm_options sets {name} to {value!r}; only {allowed}: {why}"
-
-
-def _flat(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each option, and each key of an option that is an object."""
-    for name, value in options.items():
-        yield name, value
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", each) for inner, each in value.items())
-
-
-def read_options(text: str, repository: str, found: list[str]) -> dict[str, Any]:
-    """`text` is a JSON object or a path, relative to the folder of the model repository."""
-    if not text:
-        return {}
-    try:
-        if not text.lstrip().startswith("{"):
-            path = Path(text).expanduser()
-            path = path if path.is_absolute() else Path(repository).parent / path
-            text = path.read_text("utf-8")
-        options = json.loads(text)
-        if isinstance(options, dict):
-            return options
-        problem = f"is {options!r:.40}; it must be a JSON object"
-    except OSError as error:
-        problem = f"cannot be read: {error}"
-    except ValueError as error:
-        problem = f"is no JSON: {error}"
-    found.append(f"llm_options {problem}")
-    return {}

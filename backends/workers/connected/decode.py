@@ -186,9 +186,9 @@ class ConnectedDecode(
             params = self.engine.native_params(job.request_id, job.request.native)
             left = sampling.max_tokens - done + 1
             wanted = self.engine.sampling(sampling, done - 1, left, prompt)
-            return Order(job.token_ids[:-1], wanted, salt, True, params)
+            return Order(job.token_ids[:-1], wanted, salt, True, params, job.request_id)
         wanted = self.engine.sampling(sampling, done, sampling.max_tokens - done, prompt)
-        return Order(list(job.token_ids), wanted, salt)
+        return Order(list(job.token_ids), wanted, salt, request_id=job.request_id)
 
     # -- reports: in the engine's thread, or in the channel's
 

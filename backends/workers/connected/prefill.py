@@ -175,6 +175,7 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
             request.cache_salt,
             is_streaming=False,
             native_params=self.engine.native_params(job.request_id, b"") if native else None,
+            request_id=job.request_id,
         )
 
     def _sampling(self, job: PrefillJob) -> Any:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.engine.connected.channel import Listener
+from backends.engine.connected.settings import EngineSpec
 from backends.engine.model_config import CheckpointError
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
-from backends.engine.trtllm.settings import EngineSpec, TrtllmConfig
+from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError
 from backends.workers.connected.decode import ConnectedDecode
 from backends.workers.connected.prefill import ConnectedPrefill

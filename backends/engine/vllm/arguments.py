@@ -1,0 +1,24 @@
+"""The arguments of vLLM: what ours sets, what `vllm_options` adds, and a checked VllmConfig.
+
+Runs in the process of vLLM only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+
+def engine_config(arguments: Mapping[str, Any]) -> Any:
+    """A VllmConfig. Raises ValueError with every unknown option, or vLLM's reason."""
+    known = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
+    if unknown := sorted(arguments.keys() - known):
+        raise ValueError(f"vllm_options: vLLM does not know {', '.join(unknown)}")
+    values = dict(arguments)
+    if connector := values.get("kv_transfer_config"):
+        values["kv_transfer_config"] = KVTransferConfig(**connector)
+    return AsyncEngineArgs(**values).create_engine_config()

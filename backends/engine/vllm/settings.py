@@ -1,0 +1,151 @@
+"""Settings of workers of engine vllm, and options that are refused.
+
+`VllmConfig` has the parameters that only this engine has. `vllm_options` passes all further options
+to vLLM's AsyncEngineArgs. An option is refused by name, with the reason, if another parameter sets
+it, or if it does not work with KV from a store.
+
+Not here: vLLM's own checks (arguments.py, in its process).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from backends.engine.connected.settings import EngineSpec, flat_options
+
+# Options that another parameter of config.pbtxt sets.
+SAID_ELSEWHERE = {
+    "model": "checkpoint",
+    "model_weights": "checkpoint",
+    "dtype": "dtype",
+    "kv_cache_dtype": "kv_dtype",
+    "tensor_parallel_size": "tp_size",
+    "block_size": "page_tokens",
+    "max_num_seqs": "slots, or queue_requests_max of a prefill worker",
+    "max_num_batched_tokens": "chunk_tokens",
+    "max_model_len": "context_tokens_max",
+    "kv_cache_memory_bytes": "kv_bytes",
+    "num_gpu_blocks_override": "kv_bytes",
+    "kv_transfer_config": "nothing: it is ours",
+    "logits_processors": "nothing: it is ours",
+    "disable_log_stats": "nothing: the conductor needs them",
+}
+
+# Option -> (its only allowed values, the reason).
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "pipeline_parallel_size": ((1,), "the connector is not implemented for pipeline stages"),
+    "data_parallel_size": ((1,), "each worker has one engine: copy the worker's folder instead"),
+    "decode_context_parallel_size": ((1,), "a rank would have a part of each page's tokens"),
+    "prefill_context_parallel_size": ((1,), "a rank would have a part of each page's tokens"),
+    "enable_prefix_caching": ((True,), "the connector is asked only with it"),
+    "enable_chunked_prefill": ((True,), "a prompt would have to fit into one step"),
+    "disable_hybrid_kv_cache_manager": ((True,), "the connector has one group of pages"),
+    "speculative_config": ((None,), "draft tokens fill pages that may be taken back"),
+    "spec_method": ((None,), "draft tokens fill pages that may be taken back"),
+    "spec_model": ((None,), "draft tokens fill pages that may be taken back"),
+    "kv_offloading_size": ((None,), "the store is the host cache"),
+    "enable_sleep_mode": ((False,), "pages would be lost behind the connector's back"),
+    "runner": (("auto", "generate"), "workers generate text"),
+}
+
+# Options that decide when a step runs, or what is counted or shown; not what is computed.
+HARMLESS_OPTIONS = frozenset({
+    "enforce_eager", "gpu_memory_utilization", "scheduling_policy", "async_scheduling",
+    "max_num_partial_prefills", "long_prefill_token_threshold", "watermark", "log_level",
+    "disable_uvicorn_access_log", "enable_log_requests", "scheduler_reserve_full_isl",
+    "cudagraph_capture_sizes", "max_cudagraph_capture_size", "max_logprobs", "seed",
+    "skip_tokenizer_init", "tokenizer", "tokenizer_mode", "use_tqdm_on_load", "load_format",
+    "safetensors_load_strategy", "download_dir", "shutdown_timeout", "stream_interval",
+    "structured_outputs_config", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank",
+})  # fmt: skip
+
+CONNECTOR = {
+    "kv_connector": "MooncakeConnector",
+    "kv_connector_module_path": "backends.engine.vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+PREFILL_BATCH_MAX = 64  # prompts in a step; chunk_tokens bounds their tokens
+DECODE_STEP_TOKENS_MIN = 2048  # a step computes the last tokens of so many prompts
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """Further parameters of a worker's config.pbtxt, with engine vllm only."""
+
+    # Python that has vLLM: a path, beside the model repository if relative; "": the worker's own.
+    engine_python: str = ""
+    gpus: str = ""  # CUDA devices of this worker, "0" or "0,1"; empty: the first tp_size
+    tp_size: int = 1  # tensor parallel size: over so many GPUs
+    page_tokens: int = 32  # tokens of a page of vLLM; block_tokens is a multiple of it
+    vllm_options: str = ""  # a JSON file, or an object: further arguments of AsyncEngineArgs
+
+    def problems(self) -> Iterator[str]:
+        devices = self.gpus.split(",") if self.gpus else []
+        if not all(device.strip().isdecimal() for device in devices):
+            yield f"gpus is {self.gpus!r}; use CUDA device numbers, 0 or 0,1 say"
+        if self.tp_size < 1:
+            yield f"tp_size is {self.tp_size}; use 1, or the number of GPUs"
+        elif devices and len(devices) != self.tp_size:
+            yield f"gpus names {len(devices)} devices, tp_size is {self.tp_size}"
+        if self.page_tokens < 1 or self.page_tokens & (self.page_tokens - 1):
+            yield f"page_tokens is {self.page_tokens}; use a power of two, 32 is usual"
+
+
+def option_problems(options: Mapping[str, Any]) -> Iterator[str]:
+    """Refused `vllm_options`."""
+    for name, value in flat_options(options):
+        if name in SAID_ELSEWHERE:
+            yield f"vllm_options sets {name}; that is said by {SAID_ELSEWHERE[name]}"
+        elif name in ONLY:
+            values, why = ONLY[name]
+            if value not in values:
+                allowed = " or ".join(repr(each) for each in values)
+                yield f"vllm_options sets {name} to {value!r}; only {allowed}: {why}"
+
+
+def options_that_reach_kv(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`vllm_options` for the fingerprint."""
+    left_out = HARMLESS_OPTIONS | ONLY.keys()
+    return {name: value for name, value in options.items() if name not in left_out}
+
+
+def first_arguments(
+    spec: EngineSpec, config: VllmConfig, folder: Path, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments that depend on the settings alone."""
+    is_prefill = spec.role == "prefill"
+    seqs = min(PREFILL_BATCH_MAX, spec.requests_max) if is_prefill else spec.requests_max
+    tokens = spec.chunk_tokens if is_prefill else DECODE_STEP_TOKENS_MIN
+    return {
+        "model": str(folder),
+        "dtype": spec.dtype,
+        "kv_cache_dtype": spec.kv_dtype,
+        "tensor_parallel_size": config.tp_size,
+        "block_size": config.page_tokens,
+        "max_num_seqs": seqs,
+        "max_num_batched_tokens": max(tokens, seqs),
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "disable_hybrid_kv_cache_manager": True,
+        "disable_log_stats": False,
+        "generation_config": "vllm",  # the worker has the end tokens
+        "kv_transfer_config": CONNECTOR,
+        **({"max_model_len": spec.context_tokens_max} if spec.context_tokens_max else {}),
+        **options,
+    }
+
+
+def environment(threads: int) -> dict[str, str]:
+    """For the process of vLLM."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
