@@ -17,7 +17,7 @@ WORKLOAD = --workload chat:3,shared:1
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test test-quick test-long test-fallbacks test-fleet fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench vllm leaks clients loadtest setup kubernetes-check clean
+.PHONY: serve test test-quick test-long test-fallbacks test-fleet test-vllm fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench vllm leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve SmolLM2-135M until Ctrl-C (MODEL=demo, MODEL=a folder)
 	@# One decode worker: each reads all weights in each step, and two share this machine's memory.
@@ -25,7 +25,7 @@ serve: $(READY)  ## set up, then serve SmolLM2-135M until Ctrl-C (MODEL=demo, MO
 
 # Every server of a test is a dozen processes of Python, which compile all of the product when nobody
 # may keep what comes out: a tenth of the time.
-test test-quick test-long test-fallbacks test-fleet: export PYTHONDONTWRITEBYTECODE =
+test test-quick test-long test-fallbacks test-fleet test-vllm: export PYTHONDONTWRITEBYTECODE =
 
 test: $(READY)  ## set up, then run the tests, the real Triton included (ARGS="-k name" picks some)
 	@# Three processes for two cores: tests under Triton wait for their servers.
@@ -35,7 +35,8 @@ test-quick: $(READY)  ## the quick tests that start no server, in three to five 
 	@exec $(BIN)/python -m pytest -m "not e2e and not servers and not long and not slow" -n 2 $(ARGS)
 
 test-long: $(READY)  ## torture, freezes, full disks, whole traces, slow servers: what `make test` leaves out
-	@exec $(BIN)/python -m pytest -m long --ignore=tests/fleet --ignore=tests/chaos_serve $(ARGS)
+	@exec $(BIN)/python -m pytest -m long --ignore=tests/fleet --ignore=tests/chaos_serve \
+		--ignore=tests/vllm $(ARGS)
 
 test-fallbacks: $(READY)  ## the store's tests without native code, without the index replica, without both
 	MOONCAKE_NATIVE=off $(BIN)/python -m pytest -m "not long" -n 2 tests/mooncake_store $(ARGS)
@@ -45,6 +46,11 @@ test-fallbacks: $(READY)  ## the store's tests without native code, without the 
 
 test-fleet: $(READY)  ## three hosts in network namespaces (as root), 20 s of chaos-serve among it
 	@exec $(BIN)/python -m pytest tests/fleet tests/chaos_serve $(ARGS)
+
+test-vllm: $(READY)  ## servers whose workers run vLLM, and tests inside its interpreter; needs `make vllm`
+	$(BIN)/python -m pytest tests/vllm $(ARGS)
+	@# The folder would have no test left without vLLM, which pytest calls a failure.
+	@if test -x .venv-vllm/bin/python; then .venv-vllm/bin/python -m pytest tests/vllm/inside $(ARGS); fi
 
 fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for less)
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --steps $(STEPS) $(ARGS)
@@ -79,7 +85,7 @@ bench: $(READY)  ## measure what README.md and bench/RESULTS.md quote
 	$(BIN)/python -m bench.store
 	$(BIN)/python -m bench.ssd_tier
 
-vllm: $(READY)  ## vLLM for CPUs and its router, for `python -m bench.headline`: two minutes, 3.5 GB
+vllm: $(READY)  ## vLLM for CPUs, for `mooncake serve --engine vllm` and bench.headline: two minutes, 3.5 GB
 	$(BIN)/python -m bench.headline.environment $(ARGS)
 
 leaks: $(READY)  ## ten minutes of load; what grows or stays behind (ARGS="--seconds 180" for less)

@@ -16,6 +16,7 @@ MODULES = {
     "torch": ("torch",),
     "tracing": ("opentelemetry.exporter.otlp.proto.grpc", "opentelemetry.sdk"),
     "trtllm": ("tensorrt_llm",),
+    "vllm": ("vllm",),
 }
 
 

@@ -1,4 +1,4 @@
-"""Prints `name==version` of what TensorRT-LLM needs just as it is, for `pip install -c`.
+"""Prints `name==version` of what TensorRT-LLM or vLLM needs just as it is, for `pip install -c`.
 
 torch's compiler is the distribution `triton` or, where NVIDIA has built torch, `pytorch_triton`.
 
@@ -17,6 +17,7 @@ KEPT = (
     "torch",
     "transformers",
     "triton",
+    "vllm",
 )
 
 for name in KEPT:

@@ -242,6 +242,7 @@ NOT_RUN = {
         "docs/quickstart.md",
         "python3 -m venv ~/mooncake-env && . ~/mooncake-env/bin/activate",
     ): "downloads 400 MB; the wheel has tests of its own",
+    ("docs/quickstart.md", "make vllm"): "installs 3.5 GB",
     ("docs/quickstart.md", "mooncake init my-models"): "needs a GPU",
     (
         "docs/quickstart.md",

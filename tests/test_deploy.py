@@ -10,9 +10,13 @@ from pathlib import Path, PurePath
 
 import pytest
 from google.protobuf import text_format
+from packaging.specifiers import SpecifierSet
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from backends.cluster.cluster_file import FINGERPRINT
+from backends.cluster.host_plan import needs_own_gpus
 from backends.config_pbtxt import FrontendConfig, read_configs
+from backends.engine.interpreter import VLLM_SUPPORTED
 from backends.extras import MODULES
 from backends.triton.worker_kinds import read_worker_configs
 from conductor.config import ConductorConfig
@@ -20,6 +24,8 @@ from conductor.config import ConductorConfig
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 WORKERS = ("prefill_0", "decode_0")
+FOLDERS = {"model_repository_trtllm": "tensorrt_llm", "model_repository_vllm": "vllm"}
+DOCKERFILES = ("Dockerfile", "Dockerfile.trtllm", "Dockerfile.vllm")
 
 
 def parsed(path: Path) -> ModelConfig:
@@ -31,12 +37,15 @@ def raw(config: ModelConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("model", WORKERS)
-def test_workers_on_tensorrt_llm_state_every_parameter_that_matters(model: str) -> None:
-    path = DEPLOY / "model_repository_trtllm" / model / "config.pbtxt"
+@pytest.mark.parametrize(("folder", "engine"), FOLDERS.items())
+def test_workers_on_another_engine_state_every_parameter_of_it(
+    folder: str, engine: str, model: str
+) -> None:
+    path = DEPLOY / folder / model / "config.pbtxt"
     config, role = parsed(path), model.split("_")[0]
-    worker, trtllm = read_worker_configs(role, model, raw(config), 1)
-    assert worker.engine == "tensorrt_llm"
-    stated = {field.name for field in dataclasses.fields(trtllm)}
+    worker, of_engine = read_worker_configs(role, model, raw(config), 1)
+    assert worker.engine == engine and needs_own_gpus(raw(config))
+    stated = {field.name for field in dataclasses.fields(of_engine)}
     assert stated <= raw(config).keys()
     lines = path.read_text().splitlines()
     for above, line in itertools.pairwise(lines):
@@ -51,19 +60,17 @@ def test_workers_on_tensorrt_llm_state_every_parameter_that_matters(model: str) 
     assert (path.parent / "1" / ".gitkeep").exists()
 
 
-def test_prefill_and_decode_agree_on_what_makes_a_fingerprint() -> None:
-    both = [
-        raw(parsed(DEPLOY / "model_repository_trtllm" / model / "config.pbtxt"))
-        for model in WORKERS
-    ]
-    for name in ("checkpoint", "dtype", "block_tokens", "page_tokens", "tp_size", "handoff"):
-        assert both[0][name] == both[1][name], name
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_prefill_and_decode_agree_on_what_makes_a_fingerprint(folder: str) -> None:
+    both = [raw(parsed(DEPLOY / folder / model / "config.pbtxt")) for model in WORKERS]
+    for name in FINGERPRINT:
+        assert both[0].get(name) == both[1].get(name), name
 
 
 def test_the_conductor_takes_what_is_appended_for_it() -> None:
     text = (ROOT / "model_repository" / "conductor" / "config.pbtxt").read_text()
     config = text_format.Parse(
-        text + (DEPLOY / "conductor_trtllm.pbtxt").read_text(), ModelConfig()
+        text + (DEPLOY / "conductor_connected.pbtxt").read_text(), ModelConfig()
     )
     _, conductor = read_configs((FrontendConfig, ConductorConfig), "conductor", raw(config))
     assert not conductor.queue_preempts
@@ -94,7 +101,7 @@ def is_in_context(path: str) -> bool:
     return is_in
 
 
-@pytest.mark.parametrize("dockerfile", ["Dockerfile", "Dockerfile.trtllm"])
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
 def test_an_image_copies_what_it_needs_by_name_and_gets_it(dockerfile: str) -> None:
     sources = copied(dockerfile)
     assert sources and all((ROOT / source).exists() for source in sources), sources
@@ -111,12 +118,20 @@ def test_an_image_copies_what_it_needs_by_name_and_gets_it(dockerfile: str) -> N
     assert command is not None and "mooncake" in command[1]
 
 
-@pytest.mark.parametrize("dockerfile", ["Dockerfile", "Dockerfile.trtllm"])
+@pytest.mark.parametrize("dockerfile", DOCKERFILES)
 def test_an_image_installs_the_extras_that_serving_needs(dockerfile: str) -> None:
     [drawn] = re.findall(r"'\./src\[([a-z,-]+)\]'", (DEPLOY / dockerfile).read_text())
     extras = set(drawn.split(","))
     assert extras <= MODULES.keys()
     assert {"gateway"} < extras and ("torch" in extras or "nixl" in extras)
+
+
+def test_the_image_for_vllm_accepts_the_versions_that_the_engine_supports() -> None:
+    [accepted] = re.findall(r"grep -qE '(\S+)' keep.txt", (DEPLOY / "Dockerfile.vllm").read_text())
+    for version in ("0.31.4", "0.32.0", "0.33.1.dev3", "0.34.0", "0.320.0", "1.0.0"):
+        is_supported = SpecifierSet(VLLM_SUPPORTED).contains(version, prereleases=True)
+        line = re.compile(accepted, re.MULTILINE)
+        assert bool(line.search(f"torch==2.13.0\nvllm=={version}\n")) == is_supported, version
 
 
 @pytest.mark.parametrize(

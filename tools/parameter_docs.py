@@ -24,6 +24,7 @@ from backends.config_pbtxt import (
     WorkerConfig,
 )
 from backends.engine.trtllm.settings import TrtllmConfig
+from backends.engine.vllm.settings import VllmConfig
 from backends.model_settings.differences import read
 from backends.model_settings.model_file import ModelFile, read_model_file
 from backends.model_settings.repository_files import read_texts
@@ -35,6 +36,7 @@ from tools.parameter_meanings import (
     FRONTEND,
     PREFILL,
     TRTLLM,
+    VLLM,
     WORKER,
     ParameterMeaning,
 )
@@ -57,11 +59,11 @@ refused by name. The keys of a cluster file, whose pools and `conductor` take th
 too: [cluster.md](cluster.md).
 """
 
-TOGETHER = """`checkpoint`, `dtype`, `kv_dtype` and `block_tokens` are the *fingerprint* of a
-worker, with TensorRT-LLM `tp_size`, `page_tokens` and `handoff` too: all workers of a pool have the
-same, and they are changed with the server stopped. With `dtype` bfloat16, a CPU with AVX-512 and a
-C compiler computes between the matrices in float32, and others do not: both kinds of hosts cannot
-be in one pool."""
+TOGETHER = """`checkpoint`, `engine`, `dtype`, `kv_dtype` and `block_tokens` are a worker's
+*fingerprint*, with TensorRT-LLM and vLLM `tp_size` and `page_tokens` too, with TensorRT-LLM also
+`handoff`: all workers of a pool have the same, and they are changed with the server stopped. With
+`dtype` bfloat16, a CPU with AVX-512 and a C compiler computes between the matrices in float32, and
+others do not: both kinds of hosts cannot be in one pool."""
 
 STAGES = """The stages of a group have one `checkpoint`, `dtype`, `kv_dtype`, `block_tokens`,
 `kv_bytes`, `context_tokens_max` and `chunk_tokens`, and the torch engine; they may be on other
@@ -78,6 +80,15 @@ There `kv_bytes` is KV memory on the GPU and, once more, of the staging pool in 
 (not greedy ones) are drawn by TensorRT-LLM's own sampler, so a request that moves to another
 worker goes on with other tokens than it would have had. Penalties, `min_p` and seeds that the
 installed release would ignore are refused ([which](../from-inflight-batcher-llm.md#sampling))."""
+
+OF_VLLM = """With another engine they are refused as unknown. vLLM 0.32 or 0.33 runs in processes of
+its own, so far on CPUs only ([what has run where](../../deploy/README.md#what-has-run-where)).
+
+`kv_bytes` is vLLM's KV memory and, once more, a staging pool in `/dev/shm`. `chunk_tokens` and
+`slots` are its `max_num_batched_tokens` and `max_num_seqs`, `threads` its threads on CPUs. vLLM
+finishes prompts that it has begun, so set `queue_preempts` of the conductor to `false`. Sampled
+tokens (not greedy ones) are drawn by vLLM, so a request that moves to another worker goes on with
+other tokens than it would have had. Log probabilities, grammars and penalties are refused."""
 
 DECISIONS = """`conductor/config.py` has the reason for each default. All numbers must be finite."""
 
@@ -111,6 +122,9 @@ SECTIONS = (
         TrtllmConfig,
         TRTLLM,
         ("prefill", "decode"),
+    ),
+    ReferenceSection(
+        "Only workers with `engine` `vllm`", OF_VLLM, VllmConfig, VLLM, ("prefill", "decode")
     ),
     ReferenceSection("`conductor`: the frontend", "", FrontendConfig, FRONTEND, ("conductor",)),
     ReferenceSection(

@@ -5,7 +5,7 @@ the classes that read them. Limits that are empty follow from the class: choices
 numbers. A test holds those that are written here against what the classes refuse.
 
 Not here: defaults, and the reasons for them (backends/config_pbtxt.py, conductor/config.py,
-backends/engine/trtllm/settings.py).
+backends/engine/{trtllm,vllm}/settings.py).
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ WORKER: tuple[ParameterMeaning, ...] = (
     ParameterMeaning(
         "checkpoint",
         "`demo`, or a folder with `config.json`",
-        "Hugging Face folder of the Llama, Mistral, Qwen2, Qwen3 or DeepSeek-V3 family; a "
-        "relative path starts "
-        "beside the model repository",
+        "Hugging Face folder of the Llama, Mistral, Qwen2, Qwen3 or DeepSeek-V3 family, or of "
+        "another one that `vllm` or `tensorrt_llm` serves; a relative path starts beside the model "
+        "repository",
     ),
     ParameterMeaning(
         "engine",
-        "`torch`, `tensorrt_llm`",
-        "the engine behind the worker; `tensorrt_llm` needs GPUs and its own package "
+        "`torch`, `tensorrt_llm`, `vllm`",
+        "the engine behind the worker; every worker alike. `vllm` needs an interpreter that has "
+        "vLLM, which `make vllm` makes for CPUs; `tensorrt_llm` needs GPUs and its own package "
         "([deploy/README.md](../../deploy/README.md))",
     ),
     ParameterMeaning(
         "dtype",
-        "`float32`, `bfloat16`; with `tensorrt_llm` also `float16`",
+        "`float32`, `bfloat16`; with `tensorrt_llm` and `vllm` also `float16`",
         "of weights, and of KV but for `kv_dtype`; every worker alike",
     ),
     ParameterMeaning(
@@ -47,12 +48,13 @@ WORKER: tuple[ParameterMeaning, ...] = (
         "`fp8`: KV is kept as e4m3, with the checkpoint's scales (`k_scale`, `v_scale`; 1 where it "
         "has none), in a byte instead of two or four; `auto`: so where the checkpoint asks for it "
         "(`kv_cache_scheme`, `kv_cache_quant_algo`), else as `dtype`. With `tensorrt_llm` its "
-        "`kv_cache_config.dtype`; every worker alike",
+        "`kv_cache_config.dtype`, with `vllm` its `kv_cache_dtype`; every worker alike",
     ),
     ParameterMeaning(
         "device",
         "`cpu`, `cuda`, `cuda:N`",
-        "where the engine computes; only `cpu` has been run so far",
+        "where the engine computes; only `cpu` has been run so far. With `vllm`, `cuda` gives the "
+        "worker GPUs of its own (`gpus`)",
     ),
     ParameterMeaning(
         "threads", "1 to 256", "CPU threads of the engine; all workers of a host share its cores"
@@ -192,6 +194,39 @@ TRTLLM: tuple[ParameterMeaning, ...] = (
         "with KV from a store (pipeline parallelism, attention DP, beams, partial or disabled "
         "page reuse, a host cache, several windows, eviction of running requests), is refused by "
         "name, with the reason",
+    ),
+)
+VLLM: tuple[ParameterMeaning, ...] = (
+    ParameterMeaning(
+        "engine_python",
+        "a program; relative: beside the model repository",
+        "the Python that has vLLM. Empty: `.venv-vllm/bin/python`, which `make vllm` makes, beside "
+        "the model repository or in the checkout; without it, the worker's own Python. `mooncake "
+        "doctor` checks it",
+    ),
+    ParameterMeaning(
+        "gpus",
+        "CUDA device numbers, `0` or `0,1`; as many as `tp_size`",
+        "with `device` `cuda`: the GPUs of this worker, as this process sees them; empty: the "
+        "first ones",
+    ),
+    ParameterMeaning(
+        "tp_size",
+        "1 or more; divides the model's heads",
+        "tensor parallel size; every worker alike",
+    ),
+    ParameterMeaning(
+        "page_tokens",
+        "a power of two that divides `block_tokens`",
+        "tokens of a page, which vLLM calls a block. On CPUs a multiple of 32, and 16 with latent "
+        "attention; every worker alike",
+    ),
+    ParameterMeaning(
+        "vllm_options",
+        "a JSON object, or the name of a file with one, beside the model repository",
+        "further keywords of vLLM's `AsyncEngineArgs`. What other parameters say, and what cannot "
+        "work with KV from a store (pipeline and data parallelism, drafts, a disabled prefix cache "
+        "or chunked prefill, offloading, sleep mode), is refused by name, with the reason",
     ),
 )
 FRONTEND: tuple[ParameterMeaning, ...] = (

@@ -47,8 +47,7 @@ from backends.cluster.section import (
     did_you_mean,
     read_tree,
 )
-from backends.config_pbtxt import FrontendConfig, WorkerConfig, check_configs
-from backends.engine.trtllm.settings import TrtllmConfig
+from backends.config_pbtxt import FrontendConfig, check_configs
 from backends.shipped import named_or_shipped
 from backends.triton.worker_kinds import config_classes
 from conductor.config import ConductorConfig
@@ -64,9 +63,9 @@ DNS_NAME = re.compile(
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 INTERFACE = re.compile(r"[^\s/,:]{1,15}")
 POOL_KEYS = ("role", "workers", "grpc_port", "elastic")  # all other keys are worker parameters
-OF_TRTLLM = ("page_tokens", "tp_size", "handoff")  # parameters of the engine tensorrt_llm
+OF_ENGINES = ("page_tokens", "tp_size", "handoff")  # parameters that only some engines have
 # Parameters that must be equal in all workers, because the workers share stored blocks.
-FINGERPRINT = ("checkpoint", "engine", "dtype", "kv_dtype", "block_tokens", *OF_TRTLLM)
+FINGERPRINT = ("checkpoint", "engine", "dtype", "kv_dtype", "block_tokens", *OF_ENGINES)
 SET_BY_THE_FILE = ("checkpoint", "store_node", "gpus")  # never taken from a worker's template
 WORKERS_MAX = 64  # limit of the workers of one pool on one host
 HOSTS_MAX = 1_000
@@ -485,9 +484,14 @@ class _PoolReader:
             owner.note(name, problem.removeprefix(f"{name} "))
 
 
-def _known(role: str, raw: Mapping[str, str]) -> set[str]:
+def _defaults(role: str, raw: Mapping[str, str]) -> dict[str, str]:
+    """Parameter -> its default, for a worker with the parameters `raw`."""
     classes, _ = config_classes(role, raw)
-    return {each.name for cls in classes for each in fields(cls)}
+    return {each.name: str(each.default) for cls in classes for each in fields(cls)}
+
+
+def _known(role: str, raw: Mapping[str, str]) -> set[str]:
+    return set(_defaults(role, raw))
 
 
 def _parameter_of(problem: str, raw: Mapping[str, str]) -> str:
@@ -498,9 +502,9 @@ def _parameter_of(problem: str, raw: Mapping[str, str]) -> str:
 
 def _agreed(settings: Mapping[str, Mapping[str, str]], top: FileSection) -> str:
     """Note each parameter of FINGERPRINT that differs between pools. Return the checkpoint."""
+    full = {pool: {**_defaults(ROLES[0], raw), **raw} for pool, raw in settings.items()}
     for name in FINGERPRINT:
-        default = str(getattr(TrtllmConfig() if name in OF_TRTLLM else WorkerConfig(), name))
-        values = {pool: each.get(name, default) for pool, each in settings.items()}
+        values = {pool: each[name] for pool, each in full.items() if name in each}
         if len(set(values.values())) > 1:
             found = ", ".join(f"{pool} {value}" for pool, value in values.items())
             what = f"all workers need the same {name} to share stored blocks, but have {found}"

@@ -171,10 +171,18 @@ def pool_host_plan(deployment: Deployment, pool_name: str, name: str, address: s
     )
 
 
+def needs_own_gpus(parameters: Mapping[str, str]) -> bool:
+    """True if the worker's engine takes GPUs that no other worker can use: TensorRT-LLM always, and
+    vLLM unless its `device` is cpu."""
+    engine = parameters.get("engine", "")
+    is_on_cpu = parameters.get("device", "cpu") == "cpu"
+    return engine == "tensorrt_llm" or (engine == "vllm" and not is_on_cpu)
+
+
 def gpus_of(workers: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Model -> CUDA devices, for the TensorRT-LLM workers of one host. `workers` maps each model to
-    its parameters. A worker without `gpus` gets the first tp_size devices that are free."""
-    on_gpus = {model: raw for model, raw in workers.items() if raw.get("engine") == "tensorrt_llm"}
+    """Model -> CUDA devices, for the workers of one host that need own GPUs. `workers` maps each
+    model to its parameters. A worker without `gpus` gets the first tp_size free devices."""
+    on_gpus = {model: raw for model, raw in workers.items() if needs_own_gpus(raw)}
     named = {gpu.strip() for raw in on_gpus.values() for gpu in raw.get("gpus", "").split(",")}
     free = (number for number in itertools.count() if str(number) not in named)
     return {

@@ -21,6 +21,7 @@ from backends.shipped import named_or_shipped
 CONFIG = "config.pbtxt"
 BYTES = "surrogateescape"  # error handler that preserves bytes that are not UTF-8
 BACK = "../../"  # from rendered/HOST, the repository's parent, to the folder of the cluster file
+OPTION_FILES = ("llm_options", "vllm_options")  # parameters that are a path, or JSON
 BACKEND = re.compile(r'^\s*(?:backend|platform)\s*:\s*"([^"]*)"', re.MULTILINE)
 PARAMETER = re.compile(
     r'(?P<before>^\s*parameters\s*:?\s*\{\s*key\s*:\s*"(?P<key>[^"]+)"\s*,?\s*value\s*:?\s*\{'
@@ -142,9 +143,10 @@ def _led_back(parameters: Mapping[str, str]) -> dict[str, str]:
     checkpoint = found.get("checkpoint", "demo")
     if checkpoint != "demo" and not checkpoint.startswith(("/", "~")):
         found["checkpoint"] = BACK + checkpoint
-    options = found.get("llm_options", "")
-    if options and not options.lstrip().startswith("{") and not options.startswith("/"):
-        found["llm_options"] = BACK + options
+    for name in (*OPTION_FILES, "engine_python"):
+        path = found.get(name, "")
+        if path and not path.lstrip().startswith("{") and not path.startswith(("/", "~")):
+            found[name] = BACK + path
     return found
 
 

@@ -17,9 +17,18 @@ from backends.cluster.rendered_folder import is_rendered
 from backends.config_pbtxt import WorkerConfig
 from backends.direct_http import CALL_FAILED
 from backends.doctor.host_facts import read_host
-from backends.doctor.judgement import BROKEN, Finding, broken, host_findings, note, skew_findings
+from backends.doctor.judgement import (
+    BROKEN,
+    Finding,
+    broken,
+    host_findings,
+    note,
+    skew_findings,
+    vllm_findings,
+)
 from backends.doctor.running_check import read_running, running_findings
 from backends.doctor.transfer_probe import probe
+from backends.doctor.vllm_interpreter import read_interpreters
 from backends.errors import ConfigError
 from backends.launcher import environment
 from backends.launcher.command import STORE_BYTES, StorageNodes, StoreBytes
@@ -90,6 +99,7 @@ def doctor(
         findings += start_findings(ports, needed_bytes)
     facts = read_host(devices, threads, 0 if running is not None else needed_bytes)
     findings += host_findings(facts, probe())
+    findings += vllm_findings(read_interpreters(files, model_repository))
     findings += system_findings(running, metrics_url)
     is_broken = any(each.state == BROKEN for each in findings)
     if as_json:

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from backends.doctor.host_facts import HostFacts, PackageFacts
 from backends.doctor.transfer_probe import ProbedWay
+from backends.doctor.vllm_interpreter import VllmInterpreter
+from backends.engine.interpreter import VLLM_SUPPORTED
 
 OK, NOTE, WARNING, BROKEN = "ok", "note", "warning", "BROKEN"
 PYTHON_MIN, PYTHON_END = (3, 10), (3, 14)  # first supported, first unsupported version
@@ -126,6 +129,36 @@ def torch_findings(facts: HostFacts) -> Iterator[Finding]:
                 f"{model} is set to compute on {device}, which torch cannot use here",
                 f"mooncake config set {model}.device=cpu",
             )
+
+
+def vllm_findings(interpreters: Sequence[VllmInterpreter]) -> Iterator[Finding]:
+    """Whether the interpreters of the workers with the engine vllm can run it."""
+    for each in interpreters:
+        said = f"{each.python} of {', '.join(each.workers)}"
+        if each.problem:
+            yield broken(
+                "vllm",
+                f"{said}: {each.problem}",
+                "`make vllm` makes an environment for CPUs; or set the parameter engine_python to "
+                "an interpreter that has vLLM",
+            )
+            continue
+        wrong = not SpecifierSet(VLLM_SUPPORTED).contains(each.version, prereleases=True)
+        if wrong:
+            yield broken(
+                "vllm",
+                f"{said} has vLLM {each.version}, but {VLLM_SUPPORTED} is required",
+                "`make vllm` makes an environment with a supported version, for CPUs; on GPUs: "
+                f"{each.python} -m pip install 'vllm{VLLM_SUPPORTED}'",
+            )
+        if each.missing:
+            yield broken(
+                "vllm",
+                f"{said} lacks {', '.join(each.missing)}, which the connector needs",
+                f"`make vllm`, or {each.python} -m pip install {' '.join(each.missing)}",
+            )
+        if not wrong and not each.missing:
+            yield Finding("vllm", f"{said} has vLLM {each.version}")
 
 
 def native_findings(facts: HostFacts) -> Iterator[Finding]:

@@ -45,7 +45,7 @@ STORE_BYTES = "768M"  # default of --store-bytes
 WORKERS_MAX = 64  # limit of the workers of one role
 
 # Options that are rejected with --cluster, because the cluster file defines them for each host.
-OF_ONE_MACHINE = {"checkpoint", "dtype", "device", "prefill", "decode"} | (
+OF_ONE_MACHINE = {"checkpoint", "engine", "dtype", "device", "prefill", "decode"} | (
     ServeOptions.__annotations__.keys() - {"model_repository", "address", "ready_s_max"}
 )
 ReadySMax = Annotated[
@@ -138,11 +138,18 @@ DefaultCheckpoint = Annotated[
         "fetched, the demo is served."
     ),
 ]
+Engine = Annotated[
+    Literal["torch", "tensorrt_llm", "vllm"] | None,
+    typer.Option(
+        help="Engine of all workers. Default: that of config.pbtxt. vllm: see `make vllm`."
+    ),
+]
 Dtype = Annotated[
     str,
     typer.Option(
-        help="Dtype of weights, and of KV without kv_dtype: float32, bfloat16. Default: bfloat16 "
-        "if --checkpoint says so in its config.json, otherwise that of config.pbtxt."
+        help="Dtype of weights, and of KV without kv_dtype: float32, bfloat16; with another engine "
+        "than torch also float16. Default: bfloat16 if --checkpoint says so in its config.json, "
+        "otherwise that of config.pbtxt."
     ),
 ]
 Device = Annotated[str, typer.Option(help="Device of all workers: cpu, cuda or cuda:N.")]
@@ -182,6 +189,7 @@ def serve(
     state_dir: StateDir = Path(".mooncake"),
     checkpoint: CheckpointOption = "",
     default_checkpoint: DefaultCheckpoint = "",
+    engine: Engine = None,
     dtype: Dtype = "",
     device: Device = "",
     prefill: Prefill = None,
@@ -237,7 +245,11 @@ def serve(
     counts = {"prefill": prefill, "decode": decode}
     workers = {role: count for role, count in counts.items() if count is not None}
     settings = ServeSettings(
-        checkpoint, dtype or dtype_of(checkpoint, model_repository), device, workers
+        checkpoint=checkpoint,
+        engine=engine or "",
+        dtype=dtype or dtype_of(checkpoint, model_repository),
+        device=device,
+        workers=workers,
     )
     if not settings.is_empty:
         refuse_wrong_settings(model_repository, settings, named)
@@ -307,9 +319,9 @@ def refuse_wrong_settings(repository: Path, settings: ServeSettings, nodes: Sequ
         folders = WorkerFolders(repository, settings, nodes)
     except ConfigError as error:
         refuse(str(error))
-    found = made_problems(texts, folders.made)
     sources = {model: model for model in texts if model not in folders.left_out} | folders.made
     served = {model: folders.rendered(model, texts[source]) for model, source in sources.items()}
+    found = made_problems(served, folders.made)
     lacking = versionless(repository, {*sources.values()})
     found += check_repository(served, facts_beside(repository), nodes, lacking).mistakes
     if found:

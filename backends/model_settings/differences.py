@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from backends.config_pbtxt import convert
-from backends.model_settings.edit import defaults_of
 from backends.model_settings.model_file import ModelFile
-from backends.model_settings.repository_check import classes_of
+from backends.model_settings.repository_check import classes_of, defaults_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,21 +9,25 @@ Not here: files (repository_files.py), waiting for the running system (running_s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from backends.cluster.cluster_file import FINGERPRINT
 from backends.cluster.section import did_you_mean
+from backends.config_pbtxt import ENGINES
 from backends.errors import ConfigError
-from backends.model_settings.model_file import ModelFile, changed, read_model_file
-from backends.model_settings.repository_check import LookUp, check_repository, classes_of
+from backends.model_settings.model_file import changed, read_model_file
+from backends.model_settings.repository_check import LookUp, check_repository, defaults_of
 from backends.model_settings.running_system import RunningSettings
 
 FORM = "MODEL.PARAMETER=VALUE, like conductor.admission=early or 'prefill_*.chunk_tokens=256'"
 PATTERN = "*?["  # a model name with one of these characters is a pattern
 # With one of these settings, a worker has further parameters, which the same edit may set.
-ADDING_MOST: tuple[Mapping[str, str], ...] = ({"engine": "tensorrt_llm"}, {"roles": "both"})
-ADDING = tuple(f".{name}" for more in ADDING_MOST for name in more)
+ADDING_MOST: tuple[Mapping[str, str], ...] = (
+    *({"engine": engine} for engine in ENGINES),
+    {"roles": "both"},
+)
+ADDING = tuple({f".{name}" for more in ADDING_MOST for name in more})
 
 
 class EditRefused(Exception):
@@ -165,17 +169,6 @@ def _known(model: str, text: str, settings: Iterable[Mapping[str, str]] = ADDING
         for more in settings:
             names |= defaults_of(replace(file, parameters={**file.parameters, **more})).keys()
     return names
-
-
-def defaults_of(file: ModelFile) -> dict[str, str]:
-    """Parameter -> its default value as text."""
-    return {
-        each.name: _written(each.default) for cls in classes_of(file)[0] for each in fields(cls)
-    }
-
-
-def _written(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _new_mistakes(

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from backends import tensors
-from backends.cluster.cluster_file import FINGERPRINT, OF_TRTLLM
+from backends.cluster.cluster_file import FINGERPRINT
 from backends.cluster.model_rendering import ROLES
 from backends.config_pbtxt import (
     KV_PAGES_IS_OLD,
@@ -27,7 +27,6 @@ from backends.config_pbtxt import (
     WorkerConfig,
     check_configs,
 )
-from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError
 from backends.model_settings.model_file import TAKE_ANOTHER, ModelFile, read_model_file
 from backends.triton.worker_kinds import config_classes
@@ -126,6 +125,17 @@ def classes_of(file: ModelFile) -> tuple[tuple[type[Any], ...], Any]:
     return CLASSES.get(file.backend, ()), lambda *configs: ()
 
 
+def defaults_of(file: ModelFile) -> dict[str, str]:
+    """Parameter -> its default value as text."""
+    return {
+        each.name: _written(each.default) for cls in classes_of(file)[0] for each in fields(cls)
+    }
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _tensor_mistakes(file: ModelFile) -> Iterator[str]:
     tables = (("input", file.inputs, INPUTS), ("output", file.outputs, tensors.OUTPUTS))
     for kind, declared, table in tables:
@@ -156,12 +166,12 @@ def _model_notes(file: ModelFile) -> Iterator[str]:
 
 def _disagreements(files: list[ModelFile], workers: list[ModelFile]) -> Iterator[str]:
     for name in FINGERPRINT:
-        default = getattr(TrtllmConfig() if name in OF_TRTLLM else WorkerConfig(), name)
         alike = files if name == "checkpoint" else workers
         models = defaultdict(list)
         for file in alike:
-            if classes_of(file)[0]:
-                models[file.value(name, default)].append(file.model)
+            defaults = defaults_of(file)
+            if name in defaults:
+                models[file.value(name, defaults[name])].append(file.model)
         if len(models) > 1:
             values = "; ".join(f"{value} in {', '.join(each)}" for value, each in models.items())
             group = "all models" if name == "checkpoint" else "all workers"

@@ -1,4 +1,4 @@
-"""Options of `mooncake serve` for all models: checkpoint, dtype, device, number of workers.
+"""Options of `mooncake serve` for all models: checkpoint, engine, dtype, device, worker numbers.
 
 An option overrides its parameter in every config.pbtxt. The launcher does not write to the model
 repository. It writes *mirrors*, copies that the Tritons poll, and applies the options there. Edits
@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from backends.cluster.host_plan import needs_own_gpus
 from backends.cluster.model_rendering import ROLES, backend_named, parameters_of, with_parameters
 from backends.errors import ConfigError
 from backends.model_settings.repository_files import by_number
 
-OF_WORKERS = ("checkpoint", "dtype", "device")
+OF_WORKERS = ("checkpoint", "engine", "dtype", "device")
 COMMENT = "Set by options of `mooncake serve`."
 
 
@@ -30,6 +31,7 @@ class ServeSettings:
     dtype: str = ""
     device: str = ""
     workers: Mapping[str, int] = field(default_factory=dict)  # role -> number of workers
+    engine: str = ""
 
     @property
     def is_empty(self) -> bool:
@@ -105,16 +107,17 @@ def rendered(
 
 
 def made_problems(texts: Mapping[str, str], made: Mapping[str, str]) -> list[str]:
-    """Why workers cannot be made. `made`: worker without a folder -> folder it is made from."""
+    """Why workers cannot be made. `texts`: worker -> its config.pbtxt for the mirror. `made`:
+    worker without a folder -> folder it is made from."""
     found = []
     for model, source in made.items():
-        own = parameters_of(texts[source])
+        own = parameters_of(texts[model])
         if own.get("pipeline_group"):
             found.append(
                 f"{model}: would be made from {source}, a stage of a pipeline group; copy "
                 "the folders of the whole group instead"
             )
-        if own.get("engine") == "tensorrt_llm":
+        if needs_own_gpus(own):
             found.append(
                 f"{model}: would be made from {source}, whose engine needs GPUs of its own; "
                 "copy its folder and set the parameter gpus there"

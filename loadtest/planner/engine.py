@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from loadtest.harness.result import Cell
-from loadtest.profile.profile import Profile
+from loadtest.profile.profile import OF_ENGINE, Profile
 from loadtest.simulator.cluster import gpu
 from loadtest.simulator.cluster.gpu import GpuModel, Roofline
 from loadtest.simulator.cluster.hardware import HARDWARE, MODELS, GpuNode, LlmModel
@@ -160,12 +160,11 @@ class MeasuredEngine:
             **{name: round(getattr(measured, name), 5) for name in PRICES},
             **{f"shared_{name}": round(n, 5) for name, n in asdict(measured.sharing).items()},
         }
-        names = ("checkpoint", "dtype", "kv_dtype", "device", "threads")
         return cls(
             f"{said.get('checkpoint', 'a worker')} on {profile.machine}",
             measured,
             node_bytes or NODE_BYTES,
-            tuple((name, said[name]) for name in names if name in said),
+            tuple((name, said[name]) for name in OF_ENGINE if name in said),
             tuple(facts.items()),
         )
 

@@ -41,20 +41,11 @@ from loadtest.profile.measure import (
     serving_of,
     sharing_of,
 )
-from loadtest.profile.profile import PrefixSources, Profile
+from loadtest.profile.profile import OF_ENGINE, PrefixSources, Profile
 from loadtest.replay.prompts import TokenSource
 from mooncake_store.records.membership import SSD_SUFFIX
 
-SETTINGS = (
-    "checkpoint",
-    "dtype",
-    "kv_dtype",
-    "device",
-    "threads",
-    "block_tokens",
-    "chunk_tokens",
-    "slots",
-)
+SETTINGS = (*OF_ENGINE, "block_tokens", "chunk_tokens", "slots")
 STREAMS_MAX = 24
 PUBLISHED_S = 1.5  # workers publish their counters once a second
 

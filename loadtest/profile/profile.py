@@ -88,6 +88,22 @@ class PrefixSources:
     ssd_bytes_per_s: float = 0.0  # from the SSD of the own node
 
 
+# Parameters of a worker that decide its speed and that a planned worker repeats.
+OF_ENGINE = (
+    "checkpoint",
+    "engine",
+    "engine_python",
+    "dtype",
+    "kv_dtype",
+    "device",
+    "threads",
+    "tp_size",
+    "page_tokens",
+    "llm_options",
+    "vllm_options",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     machine: str

@@ -18,10 +18,13 @@ else:  # pip's own copy
     from pip._vendor import tomli as tomllib
 
 from backends import cli, extras
+from backends.engine.interpreter import VLLM_SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 # Extras for building and testing, and one that brings the same modules as another.
 WITHOUT_MODULES = {"test", "train", "nixl-cu12"}
+# Extras that `test` does not draw: two are other engines, and `torch` and images bring the others.
+OF_OTHERS = {"bundled", "nixl", "trtllm", "vllm"}
 
 # Runs `mooncake ARGUMENTS` as if nothing of the extras were installed.
 BARE = """
@@ -90,7 +93,11 @@ def test_the_extra_for_tests_draws_all_that_they_import() -> None:
         if line.startswith(extras.PACKAGE)
     ]
     drawn = set(ours.partition("[")[2].rstrip("]").split(","))
-    assert drawn >= set(extras.MODULES) - {"bundled", "nixl", "trtllm"}, "`torch` brings nixl"
+    assert drawn >= set(extras.MODULES) - OF_OTHERS
+
+
+def test_the_extra_for_vllm_asks_for_the_versions_that_the_engine_supports() -> None:
+    assert project()["optional-dependencies"]["vllm"] == [f"vllm{VLLM_SUPPORTED}"]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from backends.cluster.deployment import (
 )
 from backends.cluster.host_plan import HostPlan, host_and_port, host_plan
 from backends.cluster.manifests.pods import FOLDER, IMAGE, SHM_EXTRA_BYTES, USER
+from backends.cluster.model_rendering import OPTION_FILES
 
 STOP_S = 30  # seconds after which Docker kills a container that does not stop
 PREFIX_BITS_MIN = 8  # the largest private network is 10.0.0.0/8
@@ -61,7 +62,8 @@ def _read(deployment: Deployment) -> list[str]:
     """Paths of the files that workers and frontends read, as in the cluster file."""
     raw = [pool.parameters for pool in deployment.pools]
     raw += [worker.parameters for worker in deployment.workers]
-    options = [text for each in raw if (text := each.get("llm_options", ""))[:1] not in ("", "{")]
+    given = [each.get(name, "") for each in raw for name in OPTION_FILES]
+    options = [text for text in given if text[:1] not in ("", "{")]
     found = [deployment.checkpoint] * (deployment.checkpoint != "demo") + options
     if at_home := [path for path in found if path.startswith("~")]:
         what = f"{at_home[0]}: containers have other home folders: use a path that begins with /"

@@ -74,7 +74,7 @@ class ConnectedEngine(ServingEngine, Protocol):
 
     is_connected: bool  # False: it has no connector, so it loads and saves no blocks
     is_native: bool  # True: it hands KV over by itself
-    page_tokens: int  # tokens of one of the engine's own pages
+    handover_tokens: int  # KV is handed over in multiples of so many tokens: a page, or 1
     max_seq_len: int  # largest number of prompt and output tokens that the engine itself accepts
     slots: int  # requests in one step
     hardware: str  # name of the hardware in the machine profile

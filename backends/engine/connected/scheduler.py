@@ -36,6 +36,8 @@ Salt = str | int  # of a request: its cache salt, or the engine's number for the
 
 
 class StageScheduler(ABC):
+    saves_tail = False  # True: a prompt's last page is saved although it is partly filled
+
     def __init__(
         self,
         block_tokens: int,
@@ -78,7 +80,7 @@ class StageScheduler(ABC):
         """Add a stage with correct keys. Returns the problem, or an empty string."""
         salts = self._salts(stage.cache_salt)
         with self._lock:
-            return self._table.add(stage, salts)
+            return self._table.add(stage, salts, self.saves_tail)
 
     def _unstage(self, request_id: str) -> m.Unstaged | None:
         """None: the reply follows when the promised load is ordered."""
@@ -204,6 +206,7 @@ class Entry:
     load_pages: int = 0
     is_load_due: bool = False  # promised and not yet ordered
     is_aside: bool = False  # the load runs beside the passes
+    saves_tail: bool = False  # the last page of the prompt is saved although it is partly filled
     is_claimed: bool = False  # the worker knows what is loaded; only for engines that ask again
     is_unstaged: bool = False
     done_pages: int = 0  # pages on the host, or ordered to be saved there
@@ -217,6 +220,9 @@ class Entry:
 
     def save(self, computed_tokens: int, tokens_per_block: int) -> Move | None:
         """The order for the pages that the pass fills; None: no further page."""
+        last = self.stage.saved_tokens_max
+        if self.saves_tail and 0 < last <= computed_tokens:
+            computed_tokens = -(-last // tokens_per_block) * tokens_per_block
         full = min(computed_tokens // tokens_per_block, self.pages_max, len(self.block_ids))
         if full <= self.done_pages or self.is_unstaged:
             return None
@@ -258,15 +264,17 @@ class StageTable:
         self._lengths: dict[int, int] = {}  # number of these stages, by length of the prompt
         self.taken: dict[LlmId, Entry] = {}  # until the engine finishes the request
 
-    def add(self, stage: Stage, salts: tuple[Salt, ...]) -> str:
+    def add(self, stage: Stage, salts: tuple[Salt, ...], saves_tail: bool = False) -> str:
         """Returns the problem, or an empty string."""
         if stage.request_id in self.entries:
             return f"{stage.request_id} is staged already"
         loaded = stage.loaded_tokens // self._tokens_per_block
         pages_max = len(stage.places) * self._pages_per_block
         if stage.saved_tokens_max:
-            pages_max = min(pages_max, stage.saved_tokens_max // self._tokens_per_block)
+            last = stage.saved_tokens_max + (self._tokens_per_block - 1 if saves_tail else 0)
+            pages_max = min(pages_max, last // self._tokens_per_block)
         entry = Entry(stage, loaded, pages_max, self._pages_per_block, salts, done_pages=loaded)
+        entry.saves_tail = saves_tail
         self.entries[stage.request_id] = entry
         self._free.setdefault(_key_of(stage), deque()).append(entry)
         self._lengths[stage.token_count] = self._lengths.get(stage.token_count, 0) + 1

@@ -54,7 +54,7 @@ class TrtllmEngine:
         self.config = config
         self.role = spec.role
         self.is_native = config.handoff == "native"
-        self.page_tokens = config.page_tokens
+        self.handover_tokens = config.page_tokens
         self.is_connected = config.is_connected(self.role)
         shape, options, kv_dtype = self._checked(spec, config, folder, repository)
         self.layout = shape.layout(kv_dtype, spec.block_tokens, config.tp_size)

@@ -17,8 +17,10 @@ Not here: orders (scheduler.py), copies (../connected/rank_copies.py).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +43,7 @@ from backends.engine.vllm.pages import block_pages, bytes_of, layers_of
 from backends.engine.vllm.scheduler import PinnedPages, StepData, VllmScheduler
 
 log = logging.getLogger(__name__)
+PR_SET_PDEATHSIG = 1
 
 
 @dataclass
@@ -59,6 +62,14 @@ class EndedSaves(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, EndedSaves)
         return EndedSaves(self.by_rank | other.by_rank)
+
+
+def die_with_parent() -> None:
+    """End the EngineCore with the process that started it; vLLM's ranks end with the EngineCore."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died just before
+        os._exit(1)
 
 
 class VllmPages:
@@ -88,10 +99,15 @@ class MooncakeConnector(KVConnectorBase_V1):
         self._rank = 0
         name = SCHEDULER
         if role == KVConnectorRole.SCHEDULER:
+            die_with_parent()
             groups = len(kv_cache_config.kv_cache_groups)
             assert groups == 1, f"vLLM has {groups} KV cache groups; the connector has one"
             self._scheduler = VllmScheduler(
-                self._site.block_tokens, self._page_tokens, lambda message: self._link.send(message)
+                self._site.block_tokens,
+                self._page_tokens,
+                lambda message: self._link.send(message),
+                # vLLM turns its own cache off where prefill cannot go on after a prefix.
+                can_continue=bool(vllm_config.cache_config.enable_prefix_caching),
             )
         else:
             self._rank = get_tensor_model_parallel_rank()

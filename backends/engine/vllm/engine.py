@@ -47,6 +47,7 @@ OWN_PAGES = 1  # vLLM gives its page 0 to no request
 class VllmEngine:
     is_connected = True
     is_native = False
+    handover_tokens = 1  # part of a page too, so decode computes only the newest token
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class VllmEngine:
             site = self._memory.listen(listener, ASIDE_BYTES_MIN)
             sizes = _sizes(spec, self.layout, kv.page_tokens, self.max_seq_len)
             self._llm.begin(m.Begin(sizes, site.to_environment()))
-            self.page_tokens = self._memory.check_ranks("vLLM", config.tp_size, self.max_seq_len)
+            self._memory.check_ranks("vLLM", config.tp_size, self.max_seq_len)
         except BaseException as error:
             reason = str(error)
             if self._memory is not None and not isinstance(error, ConfigError):

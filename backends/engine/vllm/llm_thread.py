@@ -17,6 +17,7 @@ import queue
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
@@ -36,6 +37,7 @@ MODULE = "backends.engine.vllm.process"
 MESSAGES_MAX = 100_000
 POLL_S = 0.2  # the end of the process is noticed at most so late
 EXIT_S_MAX = 10.0
+TRACKERS_S_MAX = 2.0
 REASONS = {"stop": "stop", "length": "length", "abort": "cancelled", "timeout": "timeout"}
 
 T = TypeVar("T")
@@ -143,15 +145,24 @@ class LlmThread:
             self._process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(EXIT_S_MAX)
-        with contextlib.suppress(ProcessLookupError):  # what is left of the group
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._end_group()
         self._inbox.close()
         self._outbox.close()
         self.post(self._fail_all)
         self._actions.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=EXIT_S_MAX)
+
+    def _end_group(self) -> None:
+        """Kill what is left. Before that, Python's resource trackers remove shared memory."""
+        until_s = time.monotonic() + TRACKERS_S_MAX
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < until_s:
+                self._process.poll()
+                os.killpg(self._process.pid, 0)
+                time.sleep(POLL_S / 10)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     # -- in the thread
 

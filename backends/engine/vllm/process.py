@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -41,7 +40,7 @@ from mooncake_store.wire.mailbox import Inbox, Outbox
 
 log = logging.getLogger(__name__)
 MESSAGES_MAX = 100_000
-GOODBYE_S_MAX = 5.0  # for vLLM's own shutdown
+GOODBYE_S_MAX = 8.0  # for vLLM's own shutdown
 
 
 class StepStats:
@@ -220,12 +219,13 @@ def _sampling(asked: Generate) -> Any:
 
 
 def end_with_input(on_end: Callable[[], None]) -> None:
-    """Call `on_end` when standard input is closed, and kill the group if that does not end it."""
+    """Call `on_end` when standard input is closed, and exit if that does not end this process: then
+    vLLM's processes end too (connector.py)."""
 
     def watch() -> None:
         while sys.stdin.buffer.read(4096):
             pass
-        timer = threading.Timer(GOODBYE_S_MAX, os.killpg, (0, signal.SIGKILL))
+        timer = threading.Timer(GOODBYE_S_MAX, os._exit, (1,))
         timer.daemon = True
         timer.start()
         on_end()
@@ -239,7 +239,7 @@ async def run(setup: Setup) -> None:
     end_with_input(lambda: loop.call_soon_threadsafe(process.is_over.set))
     await loop.run_in_executor(None, process.describe)
     await process.is_over.wait()
-    with contextlib.suppress(Exception):  # the rest of the group is killed
+    with contextlib.suppress(Exception):  # the worker kills what is left
         process.close()
 
 

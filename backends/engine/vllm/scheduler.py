@@ -85,8 +85,14 @@ class PinnedPages:
 
 
 class VllmScheduler(StageScheduler):
-    def __init__(self, block_tokens: int, tokens_per_block: int, send: Any) -> None:
+    saves_tail = True
+
+    def __init__(
+        self, block_tokens: int, tokens_per_block: int, send: Any, can_continue: bool = True
+    ) -> None:
+        """`can_continue`: prefill may go on after tokens that have KV. False: only decode may."""
         super().__init__(block_tokens, tokens_per_block, send, ALL_ASIDE)
+        self._can_continue = can_continue
         self._asked: list[Entry] = []  # planned in this step
 
     def match(self, request: Any, local_tokens: int) -> int:
@@ -101,9 +107,19 @@ class VllmScheduler(StageScheduler):
                 entry = table.take_named(llm_id, name, request.num_prompt_tokens)
             if entry is None or entry.is_claimed or entry.is_unstaged:
                 return 0
-            pages = self._plan(entry, local_tokens, request.num_prompt_tokens)
             self._asked.append(entry)
-            return pages * self._tokens_per_block
+            return self._load_tokens(entry, local_tokens, request.num_prompt_tokens)
+
+    def _load_tokens(self, entry: Entry, local_tokens: int, tokens: int) -> int:
+        """Plan a load of all tokens but the last; vLLM allows one that ends inside a page."""
+        page, stop = self._tokens_per_block, min(entry.stage.loaded_tokens, tokens - 1)
+        assert local_tokens % page == 0, f"vLLM has found {local_tokens} tokens, no whole pages"
+        entry.local_tokens, entry.first_page = local_tokens, local_tokens // page
+        if stop <= local_tokens or not (self._can_continue or stop == tokens - 1):
+            entry.load_pages, entry.is_load_due = 0, False
+            return 0
+        entry.load_pages, entry.is_load_due = -(-stop // page) - entry.first_page, True
+        return stop - local_tokens
 
     def promised(self, llm_id: LlmId, block_ids: Sequence[int], loaded_tokens: int) -> None:
         """vLLM has allocated these pages, and counts `loaded_tokens` tokens as loaded."""
@@ -115,7 +131,8 @@ class VllmScheduler(StageScheduler):
             if not loaded_tokens:  # its own cache has as much, in part of a page
                 entry.load_pages, entry.is_load_due = 0, False
             else:
-                assert loaded_tokens == entry.load_pages * self._tokens_per_block, loaded_tokens
+                pages = -(-loaded_tokens // self._tokens_per_block)
+                assert pages == entry.load_pages, f"{loaded_tokens} tokens, planned {pages} pages"
                 assert len(block_ids) >= entry.first_page + entry.load_pages, "pages are missing"
                 entry.block_ids, entry.is_aside = list(block_ids), True
                 self._due.append(entry)

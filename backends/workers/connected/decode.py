@@ -116,12 +116,12 @@ class ConnectedDecode(
             )
 
     def blocks_due(self, handed_over: int, kv_tokens: int) -> int:
-        """The blocks of whole pages of the engine, which computes the tokens after them. Without
+        """The blocks of what is handed over; the engine computes the tokens after that. Without
         blocks it computes the prompt."""
         if self.is_native or not handed_over:
             return 0
-        page = self.engine.page_tokens
-        return blocks_touched(kv_tokens // page * page, self._block_tokens)
+        step = self.engine.handover_tokens
+        return blocks_touched(kv_tokens // step * step, self._block_tokens)
 
     def next_step(self, now_s: float) -> Callable[[], None] | None:
         worker = self._worker
@@ -157,11 +157,11 @@ class ConnectedDecode(
                 answer.running = self.engine.generate(order, answer)
 
     def _stage(self, answer: EngineAnswer) -> None:
-        job, page = answer.job, self.engine.page_tokens
+        job, step = answer.job, self.engine.handover_tokens
         ids, salt = np.asarray(job.token_ids), job.request.cache_salt
         seed = chain_seed(self._worker.process.fingerprint, cache_salt=salt)
         kv_tokens = len(ids) - 1  # the newest token has no KV
-        loaded_tokens = kv_tokens // page * page if job.request.blocks else 0
+        loaded_tokens = kv_tokens // step * step if job.request.blocks else 0
         places, uses = self._places.places(job.pages, loaded_tokens // self._block_tokens)
         with self._worker.lock:
             answer.is_staged = True

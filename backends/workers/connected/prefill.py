@@ -49,7 +49,7 @@ class StagedPrompt:
 
     driver: ConnectedPrefill
     job: PrefillJob
-    whole_tokens: int  # leading tokens in whole pages of the engine; only their KV is saved
+    whole_tokens: int  # leading tokens whose KV is saved
     unsaved: range  # blocks whose KV is not complete in its place yet
     running: EngineRun | None = None
     started_tokens: int = 0  # cached tokens when the engine got the prompt
@@ -132,8 +132,8 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
                     prompt.running = self.engine.generate(order, prompt)
 
     def _stage(self, job: PrefillJob) -> StagedPrompt:
-        put, salt, page = job.put, job.request.cache_salt, self.engine.page_tokens
-        whole_tokens = len(job.token_ids) // page * page  # decode computes the rest
+        put, salt, step = job.put, job.request.cache_salt, self.engine.handover_tokens
+        whole_tokens = len(job.token_ids) // step * step  # decode computes the rest
         stop = blocks_touched(whole_tokens, self._block_tokens)
         unsaved = range(put.first_block, max(put.first_block, stop))
         prompt = StagedPrompt(self, job, whole_tokens, unsaved)

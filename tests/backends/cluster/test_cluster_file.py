@@ -239,6 +239,8 @@ def test_anchors_and_merge_keys_mean_what_yaml_says() -> None:
 SHIPPED = templates_in(Path(__file__).parents[3] / "model_repository")
 ON_GPUS = templates_in(Path(__file__).parents[3] / "deploy" / "model_repository_trtllm")
 TRTLLM = THREE_HOSTS.replace("dtype: float32", "engine: tensorrt_llm, dtype: bfloat16")
+VLLM = THREE_HOSTS.replace("dtype: float32", "engine: vllm, dtype: bfloat16")
+VLLM_TEMPLATES = templates_in(Path(__file__).parents[3] / "deploy" / "model_repository_vllm")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +249,19 @@ TRTLLM = THREE_HOSTS.replace("dtype: float32", "engine: tensorrt_llm, dtype: bfl
         (THREE_HOSTS, SHIPPED, ""),
         (TRTLLM, ON_GPUS, ""),
         (TRTLLM.replace("engine: tensorrt_llm, ", "tp_size: 2, "), ON_GPUS, ""),
+        (VLLM, VLLM_TEMPLATES, ""),
+        (VLLM.replace("dtype: bfloat16", "dtype: float16, vllm_options: fast.json"), SHIPPED, ""),
+        (
+            VLLM.replace("engine: vllm, ", "engine: vllm, handoff: store, "),
+            VLLM_TEMPLATES,
+            "line 17: defaults.handoff: unknown parameter",
+        ),
+        (
+            VLLM.replace("threads: 2", "page_tokens: 64"),
+            {},
+            "all workers need the same page_tokens to share stored blocks, but have prefill 64, "
+            "decode 32",
+        ),
         (
             THREE_HOSTS.replace("dtype: float32", "engine: torch, dtype: float32"),
             ON_GPUS,

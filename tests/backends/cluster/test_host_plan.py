@@ -121,6 +121,16 @@ def test_workers_of_a_host_get_gpus_in_turns_besides_those_that_are_named() -> N
     assert gpus_of(four) == {"p0": "1,2", "p1": "0,3", "d0": "4"}
 
 
+def test_workers_on_vllm_get_gpus_only_if_their_device_is_no_cpu() -> None:
+    workers = {
+        "p0": {"engine": "vllm", "tp_size": "2"},
+        "p1": {"engine": "vllm", "device": "cpu"},
+        "d0": {"engine": "vllm", "device": "cuda", "tp_size": "2"},
+        "d1": {"engine": "torch", "device": "cuda"},
+    }
+    assert gpus_of(workers) == {"d0": "0,1"}
+
+
 def test_hosts_of_one_address_have_ports_of_their_own_for_clients_and_metrics() -> None:
     text = THREE_HOSTS.replace("  b: {", "  a2: {address: 10.77.0.1}\n  b: {", 1).replace(
         "frontends: {hosts: [a, b]", "frontends: {hosts: [a, a2, b]"

@@ -252,6 +252,9 @@ def volumes_of(text: str, host: str = "b") -> dict[str, str]:
     return {each[1]: each[0] for each in volumes}
 
 
+FAST = ("/var/lib/mooncake/fast.json", "../../fast.json")  # in the container, beside the file
+
+
 @pytest.mark.parametrize(
     ("change", "inside", "outside"),
     [
@@ -262,11 +265,8 @@ def volumes_of(text: str, host: str = "b") -> dict[str, str]:
         ),
         (("checkpoint: demo", "checkpoint: ../q"), "/var/lib/q", "../../../q"),
         (("checkpoint: demo", "checkpoint: /models/q"), "/models/q", "/models/q"),
-        (
-            ("checkpoint: demo", "llm_options: fast.json, engine: tensorrt_llm"),
-            "/var/lib/mooncake/fast.json",
-            "../../fast.json",
-        ),
+        (("checkpoint: demo", "llm_options: fast.json, engine: tensorrt_llm"), *FAST),
+        (("checkpoint: demo", "vllm_options: fast.json, engine: vllm"), *FAST),
         (("folder: keys", "folder: /etc/keys"), "/etc/keys/b", "/etc/keys/b"),
         (
             ("folder: keys", "folder: ./own/keys/"),

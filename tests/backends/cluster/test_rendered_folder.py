@@ -101,6 +101,35 @@ def test_workers_on_gpus_share_those_of_their_host_whatever_the_template_names(
     assert [raw(on_c, f"decode_c_{n}")["gpus"] for n in (0, 1)] == ["0,1", "2,3"]
 
 
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("env/bin/python", "../../env/bin/python"),
+        ("/opt/python", "/opt/python"),
+        ("~/env/bin/python", "~/env/bin/python"),
+    ],
+)
+def test_paths_of_vllm_start_at_the_folder_of_the_cluster_file(
+    tmp_path: Path, named: str, found: str
+) -> None:
+    of_vllm = f"engine: vllm, engine_python: {named}, vllm_options: fast.json"
+    folder = folder_of(tmp_path, text=THREE_HOSTS.replace("checkpoint: demo", of_vllm))
+    folder.write(keeps_edits=True)
+    for model in ("prefill_b_0", "decode_b_0"):
+        parameters = raw(folder, model)
+        assert (parameters["engine_python"], parameters["vllm_options"]) == (
+            found,
+            "../../fast.json",
+        )
+        assert "gpus" not in parameters, "device is cpu"
+    in_place = THREE_HOSTS.replace(
+        "checkpoint: demo", "engine: vllm, vllm_options: '{\"seed\": 1}'"
+    )
+    folder = folder_of(tmp_path / "in_place", text=in_place)
+    folder.write(keeps_edits=True)
+    assert raw(folder, "decode_b_0")["vllm_options"] == '{"seed": 1}'
+
+
 def test_a_host_without_a_frontend_gets_no_public_models(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, "c")
     folder.write(keeps_edits=True)

@@ -12,12 +12,15 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from backends.cluster.model_rendering import with_parameters
 from backends.cluster.rendered_folder import MANIFEST
+from backends.doctor import command
 from backends.doctor.command import doctor, repository_findings
 from backends.doctor.judgement import BROKEN
 from backends.doctor.running_check import timed_request
 from backends.launcher.environment import EnvironmentProblem, free_ports
 from backends.model_settings.running_system import ask_at
+from backends.starter.command import lay_down
 
 
 @pytest.mark.servers  # storage nodes, to see how fast bytes move
@@ -88,6 +91,27 @@ def test_a_repository_that_was_rendered_for_one_host_need_not_have_both_roles(
     text = Path("model_repository/decode_0/config.pbtxt").read_text()
     found = list(repository_findings(repository, {"decode_0": text}, ("s0", "s1")))
     assert [each.state for each in found] != [BROKEN], found
+
+
+def test_the_interpreter_of_workers_on_vllm_is_checked_and_its_remedy_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "probe", list)
+    lay_down(tmp_path / "models", "vllm")
+    for path in (tmp_path / "models").glob("*/config.pbtxt"):
+        named = {"engine_python": str(tmp_path / "python")}
+        if path.parent.name.startswith(("prefill", "decode")):
+            path.write_text(with_parameters(path.read_text(), named))
+    (unused,) = free_ports(1, ())
+    made = typer.Typer()
+    made.command()(doctor)
+    arguments = ["--model-repository", str(tmp_path / "models"), "--store-bytes", "16M", "--json"]
+    arguments += ["--metrics-url", f"http://127.0.0.1:{unused}/metrics"]
+    answer = CliRunner().invoke(made, arguments)
+    found = [each for each in json.loads(answer.stdout)["findings"] if each["subject"] == "vllm"]
+    assert [each["state"] for each in found] == [BROKEN], "one interpreter, whatever its workers"
+    assert "decode_0, decode_1, prefill_0, prefill_1" in found[0]["what"]
+    assert "make vllm" in found[0]["remedy"]
 
 
 def test_a_range_of_ports_without_enough_free_ones_is_named() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from backends import cli
-from backends.launcher import command, launch
+from backends.launcher import command, launch, launch_plan
 from backends.launcher.environment import EnvironmentProblem
 from mooncake_store.process.child_processes import STOP_SIGNALS
 
@@ -56,6 +57,7 @@ POD = ("--pool", "decode", "--host", "decode-x7", "--address", "10.77.0.9")
     ("arguments", "said"),
     [
         (("--host", "a", "--address", "10.77.0.1"), "with --cluster the file defines this"),
+        (("--host", "a", "--engine", "vllm"), "--engine: with --cluster the file defines this"),
         (POD[:4], "give one at which the other hosts reach this host"),
         ((*POD[:5], "fd00::9"), "use an IPv4 address"),
         ((*POD[:3], "", *POD[4:]), "needs a name"),
@@ -74,6 +76,42 @@ def test_a_host_that_the_cluster_cannot_know_by_this_name_and_address_is_refused
     assert result.exit_code == 2, result.output
     assert said in result.output
     assert [each.name for each in tmp_path.iterdir()] == ["cluster.yaml"], "nothing is rendered"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[launch_plan.ServeOptions]:
+    """The options of launches, which are not started."""
+    found: list[launch_plan.ServeOptions] = []
+    monkeypatch.setattr(command, "serve_until_stopped", lambda options: found.append(options))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["torch", "vllm"])
+def test_the_engine_is_a_setting_of_every_worker(
+    served: list[launch_plan.ServeOptions], engine: str
+) -> None:
+    result = CliRunner().invoke(cli.app, ["serve", "--engine", engine, "--prefill", "3"])
+    assert result.exit_code == 0, result.output
+    assert served[0].settings.parameters == {"engine": engine}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--engine", "sglang"), "Invalid value for '--engine'"),
+        (("--engine", "vllm", "--dtype", "float64"), "dtype is 'float64'; use float32 or"),
+        (
+            ("--engine", "vllm", "--device", "cuda", "--decode", "3"),
+            "decode_2: would be made from decode_0, whose engine needs GPUs of its own",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_fit_is_refused_before_the_start(
+    served: list[launch_plan.ServeOptions], arguments: tuple[str, ...], said: str
+) -> None:
+    result = CliRunner().invoke(cli.app, ["serve", *arguments])
+    assert result.exit_code == 2 and not served
+    assert said in re.sub(r"[│\s]+", " ", result.output)
 
 
 def test_the_request_to_try_goes_to_openai_s_interface_where_there_is_one() -> None:

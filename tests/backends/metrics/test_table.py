@@ -34,8 +34,8 @@ def test_no_name_is_declared_twice() -> None:
 
 @pytest.mark.parametrize("metric", METRICS.values(), ids=lambda metric: metric.name)
 def test_a_metric_keeps_prometheus_habits(metric: Metric) -> None:
-    if metric.name.startswith("nv_trt_llm_"):
-        return  # named by TensorRT-LLM
+    if metric.name.startswith(("nv_trt_llm_", "vllm:")):
+        return  # named by TensorRT-LLM or vLLM
     assert re.fullmatch(r"mooncake_[a-z0-9]+(_[a-z0-9]+)*", metric.name)
     assert set(metric.publishers) <= {"conductor", "prefill", "decode", "gateway"}
     assert metric.name.endswith("_total") == (metric.kind == "counter")

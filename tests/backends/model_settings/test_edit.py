@@ -68,6 +68,19 @@ def test_a_pattern_means_models_that_have_the_parameter_by_the_same_edit(
     assert "no model that matches 'decode_*' has a parameter 'chunk_tokens'" in problem
 
 
+@pytest.mark.parametrize(
+    ("engine", "parameter"), [("vllm", "vllm_options"), ("tensorrt_llm", "llm_options")]
+)
+def test_parameters_of_an_engine_are_set_together_with_it(engine: str, parameter: str) -> None:
+    edit = planned([f"*.{parameter}=fast.json", "*.page_tokens=64", f"*.engine={engine}"])
+    assert set(edit.texts) == {"prefill_0", "prefill_1", "decode_0", "decode_1"}
+    for model, text in edit.texts.items():
+        found = read_model_file(model, text).parameters
+        assert (found["engine"], found["page_tokens"]) == (engine, "64")
+        assert found[parameter] == "fast.json"
+    assert any("has a parameter 'page_tokens'" in line for line in problems("*.page_tokens=64"))
+
+
 def test_what_is_so_already_is_no_change() -> None:
     assert planned(["conductor.policy=adaptive"]) == SettingsEdit((), {})
     # A default that the file does not say is written all the same when somebody asks for it.

@@ -24,8 +24,10 @@ IN_WORDS = {
     "checkpoint",
     "kv_bytes",
     "store_node",
+    "engine_python",
     "gpus",
     "llm_options",
+    "vllm_options",
     "recording_folder",
     "pipeline_group",
 }
@@ -122,4 +124,4 @@ def test_choices_with_a_number_or_an_engine_are_those_of_the_class() -> None:
     assert complaints(section, "device", "tpu")
     for dtype in ("float32", "bfloat16"):
         assert not complaints(section, "dtype", dtype)
-    assert complaints(section, "dtype", "float16"), "with tensorrt_llm only"
+    assert complaints(section, "dtype", "float16"), "with tensorrt_llm and vllm only"

@@ -20,6 +20,8 @@ from tests.backends.model_settings.repositories import (
     with_value,
 )
 
+WORKERS = ("prefill_0", "prefill_1", "decode_0", "decode_1")
+
 
 def mistakes(texts: Mapping[str, str], nodes: tuple[str, ...] | None = NODES) -> list[str]:
     return check_repository(texts, any_checkpoint, nodes).mistakes
@@ -144,9 +146,22 @@ def test_what_only_our_engine_cannot_read_is_no_mistake_of_another_one() -> None
 
     texts = with_values()
     assert len(check_repository(texts, gpt2, NODES).mistakes) == 1
-    for model in ("prefill_0", "prefill_1", "decode_0", "decode_1"):
-        texts[model] = with_value(texts[model], "engine", "tensorrt_llm")
-    assert check_repository(texts, gpt2, NODES).mistakes == []
+    for engine in ("tensorrt_llm", "vllm"):
+        for model in WORKERS:
+            texts[model] = with_value(texts[model], "engine", engine)
+        assert check_repository(texts, gpt2, NODES).mistakes == []
+
+
+def test_workers_on_one_engine_need_the_same_page_and_the_default_counts() -> None:
+    texts = shipped_texts()
+    for model in WORKERS:
+        texts[model] = with_value(texts[model], "engine", "vllm")
+    pages = 'parameters { key: "page_tokens" value { string_value: "%s" } }\n'
+    texts["prefill_0"] += pages % 32
+    assert mistakes(texts) == []
+    texts["prefill_1"] += pages % 64
+    (found,) = mistakes(texts)
+    assert "all workers need the same page_tokens" in found and "64 in prefill_1" in found
 
 
 def test_a_model_without_a_version_folder_is_named(tmp_path: Path) -> None:

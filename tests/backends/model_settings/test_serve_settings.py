@@ -83,6 +83,18 @@ def test_options_stand_above_every_file_and_the_rest_is_as_the_files_say(tmp_pat
     assert read_texts(repository) == before, "the repository is only read"
 
 
+def test_the_engine_of_the_options_is_that_of_every_worker_and_of_no_other_model(
+    tmp_path: Path,
+) -> None:
+    settings = ServeSettings(dtype="float16", workers={"prefill": 3}, engine="vllm")
+    mirror = mirrored(copied(tmp_path), tmp_path / "mirror", settings)
+    for model in mirror.models():
+        is_worker = model.startswith(("prefill", "decode"))
+        assert (parameters(mirror, model).get("engine") == "vllm") == is_worker, model
+    rendered = {model: mirror.config(model) for model in mirror.models()}
+    assert check_repository(rendered, any_checkpoint, NODES).mistakes == []
+
+
 def test_an_edit_reaches_made_workers_and_a_folder_of_their_own_stands_above(
     tmp_path: Path,
 ) -> None:
@@ -119,9 +131,17 @@ def test_made_workers_follow_the_first_folder_that_is_left_and_go_with_the_last(
 
 def test_stages_and_workers_with_gpus_of_their_own_are_not_made_of_others() -> None:
     text = 'backend: "prefill"\nparameters { key: "%s" value { string_value: "%s" } }\n'
-    texts = {"a": text % ("pipeline_group", "g"), "b": text % ("engine", "tensorrt_llm")}
-    first, second = made_problems(texts, {"c": "a", "d": "b"})
-    assert "a stage of a pipeline group" in first and "GPUs of its own" in second
+    vllm = text % ("engine", "vllm")
+    texts = {
+        "c": text % ("pipeline_group", "g"),
+        "d": text % ("engine", "tensorrt_llm"),
+        "e": vllm + 'parameters { key: "device" value { string_value: "cuda" } }\n',
+        "f": vllm,
+    }
+    found = made_problems(texts, dict.fromkeys(texts, "a"))
+    assert [line.partition(":")[0] for line in found] == ["c", "d", "e"]
+    assert "a stage of a pipeline group" in found[0]
+    assert all("GPUs of its own" in line for line in found[1:])
 
 
 def test_an_edit_is_pending_until_triton_says_what_became_of_it() -> None:

@@ -7,9 +7,13 @@ from pathlib import Path
 import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
+from typer.testing import CliRunner
 
+from backends import cli
 from backends.cluster.model_rendering import CONFIG, backend_named, parameters_of, templates_in
 from backends.config_pbtxt import checkpoint_folder
+from backends.model_settings.checkpoint_facts import facts_beside
+from backends.model_settings.repository_check import check_repository
 from backends.shipped import (
     DEFAULT_REPOSITORY,
     named_or_shipped,
@@ -108,3 +112,27 @@ def test_who_only_reads_a_repository_gets_the_shipped_one_where_none_is_named(
     assert named_or_shipped(Path("other")) == Path("other")
     DEFAULT_REPOSITORY.mkdir()
     assert named_or_shipped(DEFAULT_REPOSITORY) == DEFAULT_REPOSITORY
+
+
+def test_with_the_engine_vllm_workers_have_its_parameters_and_the_repository_has_no_mistake(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "models"
+    lay_down(folder, "vllm")
+    texts = templates_in(folder)
+    for model, text in texts.items():
+        if backend_named(text) in ("prefill", "decode"):
+            found = parameters_of(text)
+            assert found["engine"] == "vllm", model
+            assert {"engine_python", "gpus", "tp_size", "page_tokens"} <= found.keys()
+    assert parameters_of(texts["conductor"])["queue_preempts"] == "false"
+    found = check_repository(texts, facts_beside(folder), ("s0", "s1"))
+    assert found.mistakes == []
+
+
+def test_init_takes_the_engines_that_need_no_gpu(tmp_path: Path) -> None:
+    made = CliRunner().invoke(cli.app, ["init", str(tmp_path / "a"), "--engine", "vllm"])
+    assert made.exit_code == 0, made.output
+    assert parameters_of((tmp_path / "a" / "decode_0" / CONFIG).read_text())["engine"] == "vllm"
+    refused = CliRunner().invoke(cli.app, ["init", str(tmp_path / "b"), "--engine", "tensorrt_llm"])
+    assert refused.exit_code == 2 and not (tmp_path / "b").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig
-from backends.engine.trtllm.settings import EngineSpec
+from backends.engine.connected.settings import EngineSpec
 
 COMMON = ("dtype", "kv_dtype", "block_tokens", "kv_pages", "context_tokens_max")
 

@@ -278,7 +278,7 @@ def test_fewer_pages_on_the_gpu_than_promised_are_told_or_refused(
     pages[0] -= 1
     engine(worker, config).close()
     there = promised - config.page_tokens
-    assert f"pages for {there} tokens on the GPU, kv_bytes promises {promised}" in caplog.text
+    assert f"pages for {there} tokens on its device, kv_bytes promises {promised}" in caplog.text
     pages[0] = 1
     with pytest.raises(ConfigError, match=f"for {config.page_tokens} tokens.* may have 64"):
         engine(worker, config)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from backends.engine.connected.kv_identity import HARMLESS_KEYS, KvIdentity
 from backends.engine.trtllm.kv_shape import (
-    HARMLESS_KEYS,
     HARMLESS_OPTIONS,
-    KvIdentity,
     options_that_reach_kv,
     pages_description,
 )

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from backends.config_pbtxt import DTYPES
+from backends.engine.connected.settings import read_options
 from backends.engine.trtllm.settings import (
     OBJECTS,
     ONLY,
     SAID_ELSEWHERE,
     TrtllmConfig,
     option_problems,
-    read_options,
 )
 from backends.errors import ConfigError
 from backends.triton.worker_kinds import read_worker_configs
@@ -136,12 +136,12 @@ def test_options_come_from_the_text_or_from_a_file_beside_the_repository(tmp_pat
     (tmp_path / "llm.json").write_text(json.dumps(options))
     repository = str(tmp_path / "model_repository")
     found: list[str] = []
-    assert read_options("llm.json", repository, found) == options
-    assert read_options(json.dumps(options), repository, found) == options
-    assert read_options("", repository, found) == {}
+    assert read_options("llm_options", "llm.json", repository, found) == options
+    assert read_options("llm_options", json.dumps(options), repository, found) == options
+    assert read_options("llm_options", "", repository, found) == {}
     assert not found
-    assert read_options("missing.json", repository, found) == {}
-    assert read_options("{", repository, found) == {}
+    assert read_options("llm_options", "missing.json", repository, found) == {}
+    assert read_options("llm_options", "{", repository, found) == {}
     assert [line.split(":")[0] for line in found] == [
         "llm_options cannot be read",
         "llm_options is no JSON",

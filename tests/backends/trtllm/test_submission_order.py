@@ -19,7 +19,7 @@ from tests.backends.trtllm.test_unmatched_stages import InPool
 class SlowToHear:
     """The connector knows A's stage at once, its loader hears of it late: after B's, if it may."""
 
-    page_tokens = 4
+    handover_tokens = 4
 
     def __init__(self) -> None:
         self.order: list[str] = []

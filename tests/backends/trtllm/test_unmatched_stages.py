@@ -106,7 +106,7 @@ def test_what_was_not_handed_over_is_staged_as_nothing_to_load(
     staged: list[Any] = []
     driver._staged, driver._staged_jobs = SimpleNamespace(stage=staged.append), {}
     driver._placed = InPool()
-    driver.engine, driver._block_tokens = SimpleNamespace(page_tokens=4), 16
+    driver.engine, driver._block_tokens = SimpleNamespace(handover_tokens=4), 16
     driver._worker = SimpleNamespace(
         lock=threading.Condition(), process=SimpleNamespace(fingerprint="print")
     )

@@ -26,7 +26,7 @@ BLOCK_TOKENS = 64
 @pytest.mark.parametrize(("kv_tokens", "blocks"), [(1, 0), (31, 0), (32, 1), (95, 1), (96, 2)])
 def test_tensorrt_llm_hands_over_whole_pages_or_nothing(kv_tokens: int, blocks: int) -> None:
     driver: Any = object.__new__(ConnectedDecode)
-    driver.engine, driver._block_tokens = SimpleNamespace(page_tokens=32), BLOCK_TOKENS
+    driver.engine, driver._block_tokens = SimpleNamespace(handover_tokens=32), BLOCK_TOKENS
     driver.is_native = False
     assert driver.blocks_due(5, kv_tokens) == blocks
     assert driver.blocks_due(0, kv_tokens) == 0

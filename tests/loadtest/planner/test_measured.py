@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def test_its_workers_are_configured_as_the_measured_one(tmp_path: Path) -> None:
             engine.gpu().pages_bytes,
         )
         assert config.checkpoint == "demo" and config.block_tokens == 64
+
+
+def test_the_engine_of_the_measured_worker_is_that_of_the_planned_ones(tmp_path: Path) -> None:
+    measured = profile(2)
+    of_vllm = {"engine": "vllm", "engine_python": "/opt/python", "page_tokens": "64"}
+    engine = MeasuredEngine.of(replace(measured, settings={**measured.settings, **of_vllm}))
+    for role in ("prefill", "decode"):
+        raw = worker_parameters(engine, role == "prefill")
+        worker, vllm = read_worker_configs(role, role, raw, 1)
+        found = (worker.engine, vllm.engine_python, vllm.page_tokens)
+        assert found == ("vllm", "/opt/python", 64)
 
 
 def served(shape: tuple[int, int], cores: int, speed: float) -> FleetRun:

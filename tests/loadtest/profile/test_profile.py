@@ -176,6 +176,7 @@ def test_the_settings_of_our_own_server_are_its_pages_and_those_of_its_repositor
     nowhere = addresses_of("127.0.0.1:1")
     found = settings_of(nowhere, PROJECT / "model_repository", "decode_0")
     assert found["block_tokens"] == "64" and found["kv_pages"] == "512"
+    assert found["engine"] == "torch"
     assert "store_node" not in found, "it says nothing of the engine"
 
 

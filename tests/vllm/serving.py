@@ -1,0 +1,87 @@
+"""A real server whose workers run vLLM, and what plain vLLM answers. Not here: the tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.server import ROOT, Server, running
+from tests.e2e.trtllm import set_parameter
+
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+DEMO = ROOT / "backends" / "demo_checkpoint"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+BORDERS = (63, 64, 65, 127, 128, 129, 900)  # prompts at borders of blocks of 64 tokens
+PROGRAM_S_MAX = 300.0
+
+
+def program(module: str, *arguments: str, asked: Any = None) -> bytes:
+    """The output of a module of ours that runs in the interpreter of vLLM."""
+    done = subprocess.run(
+        [str(PYTHON), "-m", module, *arguments],
+        input=json.dumps(asked).encode(),
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=PROGRAM_S_MAX,
+        check=True,
+    )
+    return done.stdout
+
+
+def random_checkpoint(family: str, folder: Path) -> Path:
+    """With the tokenizer of the demo checkpoint, which has as many tokens."""
+    program("tests.vllm.random_checkpoints", family, str(folder))
+    for name in TOKENIZER_FILES:
+        shutil.copy(DEMO / name, folder / name)
+    return folder
+
+
+def plain_tokens(
+    checkpoint: Path, prompts: Sequence[Sequence[int]], tokens: int, **arguments: Any
+) -> list[list[int]]:
+    """The greedy answers of plain vLLM."""
+    asked = {
+        "model": str(checkpoint),
+        "prompts": [list(prompt) for prompt in prompts],
+        "tokens": tokens,
+        "arguments": {"max_model_len": 1536, **arguments},
+    }
+    found: list[list[int]] = json.loads(program("tests.vllm.plain_tokens", asked=asked))
+    return found
+
+
+def prompts_of(lengths: Sequence[int], seed: int, vocabulary_tokens: int = 2048) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(10, vocabulary_tokens) for _ in range(n)] for n in lengths]
+
+
+def serving(
+    folder: Path,
+    state_dir: Path,
+    checkpoint: Path,
+    workers: int = 1,
+    parameters: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """`workers` prefill and as many decode workers. `parameters`: further ones of each worker."""
+    further = {
+        "engine": "vllm",
+        "engine_python": str(PYTHON),
+        "vllm_options": '{\\"enforce_eager\\": true}',
+        **(parameters or {}),
+    }
+
+    def prepare(repository: Path) -> None:
+        for path in repository.glob("*_?/config.pbtxt"):
+            for name, value in further.items():
+                set_parameter(repository, path.parent.name, name, value)
+
+    counts = [f"--prefill={workers}", f"--decode={workers}"]
+    arguments = [f"--checkpoint={checkpoint}", "--dtype=float32", *counts]
+    yield from running(folder, state_dir, {}, arguments, prepare=prepare)

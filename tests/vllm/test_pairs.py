@@ -1,0 +1,131 @@
+"""Two prefill and two decode workers on vLLM: every pair and every place of a prefix gives the tokens
+of plain vLLM, also beside other requests and when an engine dies."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import psutil
+import pytest
+
+from tests.e2e.server import Answer, Server, wait_until
+from tests.e2e.server_processes import stub_of
+from tests.vllm.serving import BORDERS, plain_tokens, prompts_of, random_checkpoint, serving
+
+TOKENS = 40
+PREFILL, DECODE = ("prefill_0", "prefill_1"), ("decode_0", "decode_1")  # on nodes s0 and s1
+PAIRS = list(itertools.product(PREFILL, DECODE))
+AT_ONCE = 16
+RESTART_S_MAX = 120.0
+
+
+@dataclass
+class Pairs:
+    server: Server
+    sets: list[list[list[int]]]  # a set of prompts for each pair, and one more
+    expected: list[list[list[int]]]
+
+    def ask(self, prompt: list[int], prefill: str = "", decode: str = "") -> Answer:
+        pinned = {"prefill_worker": prefill, "decode_worker": decode}
+        return self.server.ask(
+            input_ids=prompt,
+            max_tokens=TOKENS,
+            end_id=-1,
+            parameters={name: value for name, value in pinned.items() if value},
+        )
+
+    def check(self, number: int, prefill: str = "", decode: str = "") -> list[int]:
+        """Ask the prompts of a set; the cached tokens of each."""
+        cached = []
+        for prompt, expected in zip(self.sets[number], self.expected[number], strict=True):
+            answer = self.ask(prompt, prefill, decode)
+            assert (answer.error, answer.output_ids) == ("", expected), (len(prompt), prefill)
+            cached.append(answer.cached_tokens)
+        return cached
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    folder = tmp_path_factory.mktemp("pairs")
+    checkpoint = random_checkpoint("llama", folder / "checkpoint")
+    sets = [prompts_of(BORDERS, seed=20 + number) for number in range(len(PAIRS) + 1)]
+    flat = plain_tokens(checkpoint, list(itertools.chain(*sets)), TOKENS)
+    expected = [flat[i : i + len(BORDERS)] for i in range(0, len(flat), len(BORDERS))]
+    for server in serving(folder, folder / "state", checkpoint, workers=2):
+        yield Pairs(server, sets, expected)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_prompts_cold_cached_here_and_cached_on_the_other_node_get_the_tokens_of_plain_vllm(
+    pairs: Pairs, pair: tuple[str, str]
+) -> None:
+    number, (prefill, decode) = PAIRS.index(pair), pair
+    assert pairs.check(number, prefill, decode) == [0] * len(BORDERS)
+    here = pairs.check(number, prefill, decode)
+    assert all(
+        cached >= (tokens - 1) // 64 * 64 for cached, tokens in zip(here, BORDERS, strict=True)
+    )
+    other = PREFILL[1 - PREFILL.index(prefill)]
+    there = pairs.check(number, other, decode)
+    assert all(
+        cached >= (tokens - 1) // 64 * 64 for cached, tokens in zip(there, BORDERS, strict=True)
+    )
+    wait_until(pairs.server.is_idle, "the last pages and leases to go")
+
+
+def test_requests_at_once_get_the_tokens_of_plain_vllm(pairs: Pairs) -> None:
+    asked = [(i % len(PAIRS), i % len(BORDERS), PAIRS[i * 3 % 4]) for i in range(AT_ONCE * 2)]
+
+    def ask(number: int, index: int, pair: tuple[str, str]) -> None:
+        answer = pairs.ask(pairs.sets[number][index], *pair)
+        assert (answer.error, answer.output_ids) == ("", pairs.expected[number][index])
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        for done in [threads.submit(ask, *each) for each in asked]:
+            done.result()
+    wait_until(pairs.server.is_idle, "the last pages and leases to go")
+
+
+def engine_processes(server: Server, model: str) -> list[psutil.Process]:
+    """vLLM's processes of this worker: that of AsyncLLM first."""
+    return stub_of(server, model).children(recursive=True)
+
+
+def engine_core(process: psutil.Process) -> psutil.Process:
+    """It has the ranks as children; the other child is Python's resource tracker."""
+    (found,) = [each for each in process.children() if each.children()]
+    return found
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {process.name()}")
+    return found
+
+
+@pytest.mark.parametrize("depth", [0, 1], ids=["its process", "the EngineCore"])
+@pytest.mark.parametrize("model", ["prefill_0", "decode_0"])
+def test_a_killed_engine_costs_no_answer_and_its_worker_comes_back(
+    pairs: Pairs, model: str, depth: int
+) -> None:
+    before = engine_processes(pairs.server, model)
+    victim = before[0] if not depth else engine_core(before[0])
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(pairs.ask, prompt) for prompt in pairs.sets[-1]]
+        os.kill(victim.pid, signal.SIGKILL)
+        answers = [each.result() for each in asked]
+    for answer, expected in zip(answers, pairs.expected[-1], strict=True):
+        assert (answer.error, answer.output_ids) == ("", expected)
+    wait_until(lambda: not alive(before), f"the end of {alive(before)}")
+    wait_until(lambda: pairs.server.ready(model), "the worker to come back", RESTART_S_MAX)
+    assert pairs.check(0)
+    wait_until(pairs.server.is_idle, "the last pages and leases to go")
