@@ -30,7 +30,7 @@ from bench.headline.measure import CONVERSATION, SYNTHETIC, Measurement
 from bench.headline.page import save_picture, write_headline
 from bench.headline.resume import ResumeFolder
 from bench.headline.summary import headline_targets, round_rows, summary_rows
-from bench.headline.systems import KV_BYTES, SYSTEMS, Machine, mooncake_repository
+from bench.headline.systems import KV_BYTES, OURS, SYSTEMS, Machine, mooncake_repository
 from bench.headline.traces import TraceRequest
 from conductor.config import AUTO
 from loadtest.harness.benchmark import BenchmarkRun, benchmark, console
@@ -139,7 +139,8 @@ def main(
             routers = router_bin() if set(systems) & set(ROUTED) else None
         cores = tuple(sorted(os.sched_getaffinity(0)))
         machine = Machine(checkpoint, vllm_bin, routers, cores, store.state)
-        mooncake_repository(machine, limits)
+        for system in OURS:
+            mooncake_repository(machine, system, limits)
         run.constants |= {
             **settings,
             "fixed": f"TTFT <= {FIXED_TTFT_S:g} s, TPOT <= {1e3 * FIXED_TPOT_S:g} ms",

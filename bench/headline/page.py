@@ -31,8 +31,9 @@ LABELS = {
     "vllm-two": "two vLLM, router",
     "vllm-pd": "vLLM P/D over NIXL",
     "mooncake": "this project",
+    "mooncake-vllm": "this project, vLLM engine",
 }
-COLOURS = dict(zip(SYSTEMS.values(), (*MANY[1:5], MANY[0]), strict=True))
+COLOURS = dict(zip(SYSTEMS.values(), (*MANY[1:5], MANY[0], MANY[5]), strict=True))
 PANELS = {
     FIXED: "TTFT within 2 s, 100 ms per token",
     PAPER: "TTFT within 10x, token within 5x of idle",

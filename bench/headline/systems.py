@@ -5,6 +5,8 @@
     vllm-two    (b)  two `vllm serve`, half of the threads each, behind vLLM's router
     vllm-pd     (c)  a prefill and a decode `vllm serve` that hand KV over by NIXL, same router
     mooncake    (d)  `make serve`: two prefill workers and one decode worker
+    mooncake-vllm (e) the same with vLLM as the engine: a prefill and a decode worker, half of the
+                     threads each
 
 Each has KV_BYTES of memory for KV in all. vLLM keeps one core free by default on CPUs. Here every
 system uses all cores, and so does the client. vLLM runs with Intel's OpenMP, which its log advises.
@@ -38,7 +40,12 @@ OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # of plan_of, chosen
 }
 SYSTEMS = {
     "a": "vllm", "a2": "vllm-tuned", "b": "vllm-two", "c": "vllm-pd", "d": "mooncake",
+    "e": "mooncake-vllm",
 }  # fmt: skip
+OURS: Mapping[str, Sequence[str]] = {  # system -> the roles of its workers
+    "mooncake": ("prefill", "prefill", "decode"),
+    "mooncake-vllm": ("prefill", "decode"),
+}
 # NIXL's default of four threads polls on the worker's own cores: with one core, a forward pass did
 # not end within a minute.
 NIXL = {
@@ -116,8 +123,8 @@ def plan_of(
         words = ["--vllm-pd-disaggregation", "--prefill", url(ports[0]), "--decode", url(ports[1])]
         words += ["--kv-connector", "nixl", "--policy", "round_robin"]
         return SystemPlan((workers, (router(machine, ports, words),)), url(ports[2]))
-    assert system == "mooncake", f"no system {system!r}; use one of {', '.join(SYSTEMS.values())}"
-    return SystemPlan(((mooncake(machine, ports),),), url(ports[0]))
+    assert system in OURS, f"no system {system!r}; use one of {', '.join(SYSTEMS.values())}"
+    return SystemPlan(((mooncake(machine, ports, system),),), url(ports[0]))
 
 
 def vllm(
@@ -159,33 +166,39 @@ def router(machine: Machine, ports: Sequence[int], words: Sequence[str]) -> Serv
     return ServerCommand("vllm-router", tuple(command), f"{url(ports[2])}/health")
 
 
-def mooncake(machine: Machine, ports: Sequence[int]) -> ServerCommand:
+def mooncake(machine: Machine, ports: Sequence[int], system: str) -> ServerCommand:
+    workers = OURS[system]
     words = [sys.executable, "-m", "backends.cli", "serve", "--checkpoint", str(machine.checkpoint)]
     words += ["--dtype", "bfloat16", "--openai-port", str(ports[0])]
     words += ["--http-port", str(ports[1]), "--grpc-port", str(ports[2])]
     words += ["--metrics-port", str(ports[3])]
-    words += ["--model-repository", str(machine.state / "model_repository")]
-    words += ["--state-dir", str(machine.state / "mooncake")]
-    words += ["--decode", "1"]
+    words += ["--model-repository", str(repository_of(machine, system))]
+    words += ["--state-dir", str(machine.state / system)]
+    words += ["--prefill", str(workers.count("prefill")), "--decode", str(workers.count("decode"))]
     words += ["--store-bytes", str(KV_BYTES // 2 // STORE_NODES)]
-    return ServerCommand(
-        "mooncake", tuple(words), f"{url(ports[0])}/ready", {"PYTHONUNBUFFERED": "1"}
-    )
+    return ServerCommand(system, tuple(words), f"{url(ports[0])}/ready", {"PYTHONUNBUFFERED": "1"})
 
 
-def mooncake_repository(machine: Machine, limits: str = AUTO) -> None:
-    """Copy the shipped model repository; only the workers' memory for KV differs, and the service
-    levels if `limits` is TTFT,TBT in seconds. Raises ValueError for other limits."""
-    folder = machine.state / "model_repository"
+def repository_of(machine: Machine, system: str) -> Path:
+    return machine.state / f"{system}-repository"
+
+
+def mooncake_repository(machine: Machine, system: str, limits: str = AUTO) -> None:
+    """Copy the shipped model repository; only the workers' engine and memory for KV differ, and the
+    service levels if `limits` is TTFT,TBT in seconds. Raises ValueError for other limits."""
+    folder = repository_of(machine, system)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(shipped_repository(), folder)
-    workers = sorted(path.parent.name for path in folder.glob("*_[0-9]*/config.pbtxt"))
-    workers.remove("decode_1")  # not served
+    roles = OURS[system]
+    workers = [f"{role}_{roles[:i].count(role)}" for i, role in enumerate(roles)]
     if limits != AUTO:
         ttft_s, tbt_s = map(float, limits.split(","))
         set_parameters(folder, "conductor", {"ttft_slo_s": ttft_s, "tbt_slo_s": tbt_s})
     for worker in workers:
         set_parameters(folder, worker, {"kv_bytes": KV_BYTES // 2 // len(workers)})
+        if system == "mooncake-vllm":
+            python = machine.vllm_bin / "python"
+            set_parameters(folder, worker, {"engine": "vllm", "engine_python": str(python)})
 
 
 def url(port: int) -> str:

@@ -3,8 +3,8 @@
     .venv-vllm/bin/python -m tests.vllm.plain_tokens < ASKED > ANSWERS
 
 ASKED is JSON: `model`, `prompts` (lists of token ids), `tokens` (of each answer), `arguments` of
-vLLM's LLM. ANSWERS is a JSON list with the greedy token ids of each prompt. Each prompt runs alone, and
-without a prefix cache.
+vLLM's LLM. ANSWERS is a JSON list with the greedy token ids of each prompt. Each prompt runs
+alone, and without a prefix cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Two prefill and two decode workers on vLLM: every pair and every place of a prefix gives the tokens
-of plain vLLM, also beside other requests and when an engine dies."""
+"""Two prefill and two decode workers on vLLM. Every pair and every place of a prefix gives the
+tokens of plain vLLM, also beside other requests and when an engine dies."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import signal
@@ -11,11 +10,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import psutil
 import pytest
 
 from tests.e2e.server import Answer, Server, wait_until
-from tests.e2e.server_processes import stub_of
+from tests.vllm.engine_processes import alive, engine_core, engine_processes
 from tests.vllm.serving import BORDERS, plain_tokens, prompts_of, random_checkpoint, serving
 
 TOKENS = 40
@@ -90,26 +88,6 @@ def test_requests_at_once_get_the_tokens_of_plain_vllm(pairs: Pairs) -> None:
         for done in [threads.submit(ask, *each) for each in asked]:
             done.result()
     wait_until(pairs.server.is_idle, "the last pages and leases to go")
-
-
-def engine_processes(server: Server, model: str) -> list[psutil.Process]:
-    """vLLM's processes of this worker: that of AsyncLLM first."""
-    return stub_of(server, model).children(recursive=True)
-
-
-def engine_core(process: psutil.Process) -> psutil.Process:
-    """It has the ranks as children; the other child is Python's resource tracker."""
-    (found,) = [each for each in process.children() if each.children()]
-    return found
-
-
-def alive(processes: list[psutil.Process]) -> list[str]:
-    found = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {process.name()}")
-    return found
 
 
 @pytest.mark.parametrize("depth", [0, 1], ids=["its process", "the EngineCore"])

@@ -40,6 +40,7 @@ from mooncake_store.wire.mailbox import Inbox, Outbox
 
 log = logging.getLogger(__name__)
 MESSAGES_MAX = 100_000
+WATCH_S = 0.2
 GOODBYE_S_MAX = 8.0  # for vLLM's own shutdown
 
 
@@ -158,6 +159,13 @@ class EngineProcess:
             self.fail(error)
         else:
             self.send(Started())
+            self._watching = self._loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """vLLM reports the death of its EngineCore to generations only, and there may be none."""
+        while not self._llm.errored:
+            await asyncio.sleep(WATCH_S)
+        self.fail(self._llm.dead_error)
 
     async def _generate(self, asked: Generate) -> None:
         from vllm.exceptions import VLLMClientError

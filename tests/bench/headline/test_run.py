@@ -77,21 +77,28 @@ def test_vllm_pd_hands_kv_over_by_nixl(tmp_path: Path) -> None:
     assert "--vllm-pd-disaggregation" in router.words
 
 
-def test_ours_is_served_as_shipped_but_for_its_memory(tmp_path: Path) -> None:
-    [one] = commands("mooncake", tmp_path)
+@pytest.mark.parametrize("system", systems.OURS)
+def test_ours_is_served_as_shipped_but_for_its_memory_and_engine(
+    tmp_path: Path, system: str
+) -> None:
+    [one] = commands(system, tmp_path)
     words = one.words
     assert words[words.index("--checkpoint") + 1] == "model"
     stores = int(words[words.index("--store-bytes") + 1]) * systems.STORE_NODES
     here = Machine(tmp_path, Path("bin"), None, (0,), tmp_path)
-    systems.mooncake_repository(here)
+    systems.mooncake_repository(here, system)
     pages = 0
-    assert words[words.index("--decode") + 1] == "1"  # decode_1 is not served
-    for path in (tmp_path / "model_repository").glob("*_[0-9]*/config.pbtxt"):
-        if path.parent.name == "decode_1":
+    roles = systems.OURS[system]
+    for role in ("prefill", "decode"):
+        assert words[words.index(f"--{role}") + 1] == str(roles.count(role))
+    own_lines = ("kv_", "engine") if system == "mooncake-vllm" else ("kv_",)
+    for path in (tmp_path / f"{system}-repository").glob("*_[0-9]*/config.pbtxt"):
+        role, _, number = path.parent.name.rpartition("_")
+        if int(number) >= roles.count(role):
             continue
         shipped = systems.shipped_repository() / path.parent.name / "config.pbtxt"
         changed = set(path.read_text().splitlines()) ^ set(shipped.read_text().splitlines())
-        assert all('"kv_' in line for line in changed)
+        assert all(any(f'"{each}' in line for each in own_lines) for line in changed if line)
         own = next(line for line in path.read_text().splitlines() if 'key: "kv_' in line
                    and "dtype" not in line)  # fmt: skip
         number = int(own.split('string_value: "')[1].split('"')[0])
@@ -102,12 +109,12 @@ def test_ours_is_served_as_shipped_but_for_its_memory(tmp_path: Path) -> None:
 
 def test_service_levels_of_ours_can_be_set(tmp_path: Path) -> None:
     here = Machine(tmp_path, Path("bin"), None, (0,), tmp_path)
-    systems.mooncake_repository(here, "2,0.1")
-    text = (tmp_path / "model_repository" / "conductor" / "config.pbtxt").read_text()
+    systems.mooncake_repository(here, "mooncake", "2,0.1")
+    text = (tmp_path / "mooncake-repository" / "conductor" / "config.pbtxt").read_text()
     assert 'key: "ttft_slo_s" value { string_value: "2.0" }' in text
     assert 'key: "tbt_slo_s" value { string_value: "0.1" }' in text
     with pytest.raises(ValueError, match=r"not enough|could not convert"):
-        systems.mooncake_repository(here, "2")
+        systems.mooncake_repository(here, "mooncake", "2")
 
 
 @pytest.mark.parametrize(

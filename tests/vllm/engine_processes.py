@@ -1,0 +1,35 @@
+"""The processes of vLLM below a worker."""
+
+from __future__ import annotations
+
+import contextlib
+
+import psutil
+
+from tests.e2e.server import Server
+from tests.e2e.server_processes import stub_of
+
+
+def engine_processes(server: Server, model: str) -> list[psutil.Process]:
+    """vLLM's processes of this worker: that of AsyncLLM first."""
+    return stub_of(server, model).children(recursive=True)
+
+
+def engine_core(process: psutil.Process) -> psutil.Process:
+    """It has the ranks as children; the other child is Python's resource tracker."""
+    (found,) = [each for each in process.children() if each.children()]
+    return found
+
+
+def alive(processes: list[psutil.Process]) -> list[str]:
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{process.pid} {process.name()}")
+    return found
+
+
+def rank(process: psutil.Process) -> psutil.Process:
+    """The process of the first rank; `process`: that of AsyncLLM."""
+    return max(engine_core(process).children(), key=lambda each: each.memory_info().rss)
