@@ -17,7 +17,7 @@ WORKLOAD = --workload chat:3,shared:1
 SEEDS ?= 100
 STEPS ?= 5000
 
-.PHONY: serve test test-quick test-long test-fallbacks test-fleet test-vllm fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench vllm leaks clients loadtest setup kubernetes-check clean
+.PHONY: serve test test-quick test-long test-fallbacks test-fleet test-vllm test-vllm-long fuzz fuzz-serve fuzz-gateway chaos chaos-serve lint format bench vllm leaks clients loadtest setup kubernetes-check clean
 
 serve: $(READY)  ## set up, then serve SmolLM2-135M until Ctrl-C (MODEL=demo, MODEL=a folder)
 	@# One decode worker: each reads all weights in each step, and two share this machine's memory.
@@ -48,9 +48,12 @@ test-fleet: $(READY)  ## three hosts in network namespaces (as root), 20 s of ch
 	@exec $(BIN)/python -m pytest tests/fleet tests/chaos_serve $(ARGS)
 
 test-vllm: $(READY)  ## servers whose workers run vLLM, and tests inside its interpreter; needs `make vllm`
-	$(BIN)/python -m pytest tests/vllm $(ARGS)
+	$(BIN)/python -m pytest -m "not torture" tests/vllm $(ARGS)
 	@# The folder would have no test left without vLLM, which pytest calls a failure.
 	@if test -x .venv-vllm/bin/python; then .venv-vllm/bin/python -m pytest tests/vllm/inside $(ARGS); fi
+
+test-vllm-long: $(READY)  ## kills, freezes and flipped bytes with vLLM, and its model families (MOONCAKE_DAMAGE_S=300)
+	@exec $(BIN)/python -m pytest -m torture tests/vllm $(ARGS)
 
 fuzz: $(READY)  ## random walks of the store's core (SEEDS=10 STEPS=1000 for less)
 	$(BIN)/python -m tests.fuzz --seeds $(SEEDS) --steps $(STEPS) $(ARGS)

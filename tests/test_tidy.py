@@ -73,11 +73,11 @@ FLOORS = {
     ],
     "bench": [
         {
-            "connector", "directory", "engine_gpu", "fleet", "gateway", "headline", "index",
+            "connector", "directory", "engine_gpu", "engine_vllm", "fleet", "gateway", "index",
             "layerwise", "overhead", "pipeline", "plan", "precision", "reuse", "sim_reality",
-            "start_stop",
-            "store", "tenants",
+            "start_stop", "store", "tenants",
         },
+        {"headline"},
         {"cross_host", "engine", "leaks", "overload", "ssd_tier"},
         {"clients", "paper", "store/ways"},
         {"crowd", "dynamo"}, {"harness"},

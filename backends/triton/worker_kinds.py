@@ -1,7 +1,7 @@
 """Reads the parameters of a prefill or decode worker, and makes the worker.
 
 A *driver* connects a worker to its engine. A *flipping* worker can change its role. Not here: the
-meaning of the parameters (backends/config_pbtxt.py, engine/trtllm/settings.py), Triton's API.
+meaning of the parameters (backends/config_pbtxt.py, settings.py of an engine), Triton's API.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, read_configs
-from backends.engine.trtllm import settings as trtllm_settings
-from backends.engine.vllm import settings as vllm_settings
+from backends.engine.connected.settings import page_problems
+from backends.engine.trtllm.settings import TrtllmConfig
+from backends.engine.vllm.settings import VllmConfig
 
 CONFIGS: Mapping[str, Any] = {"prefill": PrefillConfig, "decode": DecodeConfig}
+# Engine -> class of the parameters that only it has.
+ENGINE_CONFIGS: Mapping[str, Any] = {"tensorrt_llm": TrtllmConfig, "vllm": VllmConfig}
 OTHER_ROLE: Mapping[str, str] = {"prefill": "decode", "decode": "prefill"}
 
 # Functions import these modules later: Triton retries a model with a wrong config.pbtxt every
@@ -32,31 +35,26 @@ def config_classes(
 ) -> tuple[tuple[type[Any], ...], Callable[..., Iterable[str]]]:
     """(config classes for the parameters `raw`, function that finds conflicts of the configs)."""
     own, other = CONFIGS[role], CONFIGS[OTHER_ROLE[role]]
-    if raw.get("engine", "") == "tensorrt_llm":
-        return (own, trtllm_settings.TrtllmConfig), trtllm_settings.problems_together
-    if raw.get("engine", "") == "vllm":
-        return (own, vllm_settings.VllmConfig), trtllm_settings.problems_together
+    if of_engine := ENGINE_CONFIGS.get(raw.get("engine", "")):
+        return (own, of_engine), page_problems
     classes = (own, other) if raw.get("roles", "") == "both" else (own,)
     return classes, lambda *configs: ()
 
 
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
-    """The role's config. TensorRT-LLM's config follows if the engine is tensorrt_llm, and the other
-    role's config if `roles` is both."""
+    """The role's config. The engine's own config follows if it has one, and the other role's config
+    if `roles` is both."""
     classes, together = config_classes(role, raw)
     return read_configs(classes, model, raw, count, together)
 
 
 def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:
-    """Load an engine and return its driver. `of_engine`: TensorRT-LLM's config, if it is used."""
-    if config.engine == "tensorrt_llm":
-        from backends.workers.connected import trtllm
+    """Load an engine and return its driver. `of_engine`: its own config, if it has one."""
+    if config.engine in ENGINE_CONFIGS:
+        from backends.workers.connected import trtllm, vllm
 
-        return trtllm.make_driver(model, config, repository, *of_engine)
-    if config.engine == "vllm":
-        from backends.workers.connected import vllm
-
-        return vllm.make_driver(model, config, repository, *of_engine)
+        engines: Mapping[str, Any] = {"tensorrt_llm": trtllm, "vllm": vllm}
+        return engines[config.engine].make_driver(model, config, repository, *of_engine)
     from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
 
     engine = load_engine(config, repository)
@@ -71,7 +69,7 @@ def make_driver(role: str, model: str, repository: str, config: Any, *of_engine:
 def make_worker(
     role: str, model: str, repository: str, config: Any, *more: Any
 ) -> PrefillWorker | StageWorker | DecodeWorker:
-    """Makes a worker with one role. `more`: the config of TensorRT-LLM, if it is the engine."""
+    """Makes a worker with one role. `more`: the engine's own config, if it has one."""
     from backends.workers.decode_worker import DecodeWorker
     from backends.workers.prefill_worker import PrefillWorker
 

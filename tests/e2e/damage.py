@@ -150,7 +150,7 @@ def all_serve(server: Server) -> bool:
                 return_decision=True,
                 parameters=workers,
             )
-        except (OSError, triton.InferenceServerException):
+        except (OSError, triton.InferenceServerException, queue.Empty):  # it waits for its worker
             return False
         if answer.error or [answer.decision[role] for role in ("prefill", "decode")] != [
             prefill,

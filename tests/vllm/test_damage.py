@@ -21,7 +21,7 @@ from tests.e2e.server_processes import process_of, stub_of
 from tests.vllm.engine_processes import alive, engine_core, engine_processes, rank
 from tests.vllm.serving import plain_tokens, prompts_of, random_checkpoint, serving
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800)]
 
 CLIENTS, OUTPUT_TOKENS = 2, 40  # more would leave restarting engines no core
 PROMPT_TOKENS = (40, 64, 65, 130, 200, 257, 320, 333, 400, 450, 513, 600)

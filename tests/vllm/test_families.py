@@ -11,6 +11,8 @@ import torch
 from tests.e2e.server import Server, wait_until
 from tests.vllm.serving import BORDERS, plain_tokens, prompts_of, random_checkpoint, serving
 
+pytestmark = pytest.mark.torture
+
 TOKENS = 24
 PAGE_TOKENS = {"deepseek_v3": 16}  # vLLM has only this for latent attention on a CPU
 

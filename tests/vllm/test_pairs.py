@@ -90,8 +90,15 @@ def test_requests_at_once_get_the_tokens_of_plain_vllm(pairs: Pairs) -> None:
     wait_until(pairs.server.is_idle, "the last pages and leases to go")
 
 
-@pytest.mark.parametrize("depth", [0, 1], ids=["its process", "the EngineCore"])
-@pytest.mark.parametrize("model", ["prefill_0", "decode_0"])
+@pytest.mark.parametrize(
+    ("model", "depth"),
+    [
+        ("decode_0", 0),
+        pytest.param("decode_0", 1, marks=pytest.mark.torture),
+        pytest.param("prefill_0", 0, marks=pytest.mark.torture),
+        ("prefill_0", 1),
+    ],
+)
 def test_a_killed_engine_costs_no_answer_and_its_worker_comes_back(
     pairs: Pairs, model: str, depth: int
 ) -> None:

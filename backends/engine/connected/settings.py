@@ -30,6 +30,16 @@ class EngineSpec:
         return self.kv_pages * self.block_tokens
 
 
+def page_problems(worker: Any, of_engine: Any) -> Iterator[str]:
+    """Conflicts of parameters. `worker`: a config of config_pbtxt.py, `of_engine`: one with
+    page_tokens."""
+    if of_engine.page_tokens > 0 and worker.block_tokens % of_engine.page_tokens:
+        yield (
+            f"block_tokens ({worker.block_tokens}) must be a multiple of page_tokens "
+            f"({of_engine.page_tokens}): a block is moved in whole pages"
+        )
+
+
 def context_problems(spec: EngineSpec, of_model: int, model: str) -> Iterator[str]:
     """`of_model`: longest prompt and output in tokens that the checkpoint allows."""
     asked, of_pages = spec.context_tokens_max, spec.pages_tokens

@@ -129,15 +129,6 @@ class TrtllmConfig:
             yield f"transceiver is {self.transceiver!r}; use {' or '.join(TRANSCEIVERS)}"
 
 
-def problems_together(worker: Any, config: TrtllmConfig) -> Iterator[str]:
-    """Conflicts of parameters. `worker`: a config of config_pbtxt.py."""
-    if config.page_tokens > 0 and worker.block_tokens % config.page_tokens:
-        yield (
-            f"block_tokens ({worker.block_tokens}) must be a multiple of page_tokens "
-            f"({config.page_tokens}): a block is moved in whole pages"
-        )
-
-
 def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[str]:
     """Refused `llm_options`; `is_connected`: KV comes from and goes to the store."""
     for name, value in flat_options(options):

@@ -17,19 +17,19 @@ import vllm
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from backends.engine.vllm.messages import Described
+from backends.engine.vllm.messages import DescribedKv
 
 log = logging.getLogger(__name__)
 FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
-def described(config: Any) -> Described:
+def described(config: Any) -> DescribedKv:
     """`config`: a VllmConfig."""
     model, cache = config.model_config, config.cache_config
     is_latent = bool(model.use_mla)
     dtype = str(model.dtype).removeprefix("torch.")
     kv_dtype = "fp8" if cache.cache_dtype in FP8 else dtype
-    return Described(
+    return DescribedKv(
         version=vllm.__version__,
         architecture=str((model.architectures or ["unknown"])[0]),
         layers=model.get_num_layers(config.parallel_config),

@@ -10,12 +10,13 @@ Not here: the process (process.py), the connector in vLLM's processes (connector
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from backends.engine.batching.pages import PagePool
 from backends.engine.checkpoint import Checkpoint
@@ -24,10 +25,11 @@ from backends.engine.connected.engine_memory import EngineMemory, ipc_address
 from backends.engine.connected.generation import EngineRun, Order, Sink
 from backends.engine.connected.kv_identity import KvIdentity, canonical
 from backends.engine.connected.settings import EngineSpec, context_problems, read_options
+from backends.engine.interpreter import VLLM_SUPPORTED, engine_interpreter, interpreter_problem
 from backends.engine.model_config import CheckpointError, read_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.vllm import messages as m
-from backends.engine.vllm.llm_thread import LlmThread
+from backends.engine.vllm.llm_thread import VllmThread
 from backends.engine.vllm.sampling import vllm_sampling
 from backends.engine.vllm.settings import (
     VllmConfig,
@@ -57,6 +59,7 @@ class VllmEngine:
         folder: Path,
         repository: str,
         threads: int,
+        device: str,
         pages_max: Callable[[int], int],
         listener: Listener,
         on_step: Callable[[float], None],
@@ -67,14 +70,15 @@ class VllmEngine:
         options, ends = _checked(config, folder, repository)
         self.eos_token_ids = ends
         self._memory: EngineMemory | None = None
-        self._llm: LlmThread | None = LlmThread(
-            _python(config, repository),
+        self._llm: VllmThread | None = VllmThread(
+            engine_interpreter(config.engine_python, repository),
             m.Setup(ipc_address("llm", worker_id), first_arguments(spec, config, folder, options)),
-            environment(threads),
+            environment(threads, config.gpus),
             lambda stats: on_step(stats.step_s) if stats.step_s else None,
         )
         try:
             kv = self._llm.described()
+            _check_platform(kv, device)
             self._describe(kv, spec.block_tokens, folder, options)
             spec = replace(spec, kv_pages=pages_max(self.layout.block_bytes))
             _check_context(spec, kv, folder)
@@ -97,7 +101,7 @@ class VllmEngine:
             raise
 
     def _describe(
-        self, kv: m.Described, block_tokens: int, folder: Path, options: Mapping[str, Any]
+        self, kv: m.DescribedKv, block_tokens: int, folder: Path, options: Mapping[str, Any]
     ) -> None:
         if block_tokens % kv.page_tokens:
             raise ConfigError(
@@ -125,7 +129,7 @@ class VllmEngine:
         return self._memory.host
 
     @property
-    def llm(self) -> LlmThread:
+    def llm(self) -> VllmThread:
         assert self._llm is not None, "the engine has been closed"
         return self._llm
 
@@ -161,7 +165,7 @@ class VllmEngine:
 class VllmStats:
     """Numbers of vLLM's newest step; `raw` is None before the first."""
 
-    def __init__(self, raw: m.Stats | None) -> None:
+    def __init__(self, raw: m.StepNumbers | None) -> None:
         self.raw = raw
 
     def series(self) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -176,13 +180,6 @@ class VllmStats:
         yield "vllm:num_preemptions", {}, self.raw.preempted
 
 
-def _python(config: VllmConfig, repository: str) -> Path:
-    if not config.engine_python:
-        return Path(sys.executable)
-    path = Path(config.engine_python).expanduser()
-    return path if path.is_absolute() else Path(repository).resolve().parent / path
-
-
 def _checked(
     config: VllmConfig, folder: Path, repository: str
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -195,17 +192,29 @@ def _checked(
         Checkpoint.open(folder)
     except CheckpointError as error:
         found += error.problems
-    python = _python(config, repository)
-    if not os.access(python, os.X_OK):
-        found.append(
-            f"engine_python {python} is no program; `make vllm` makes .venv-vllm/bin/python"
-        )
+    python = engine_interpreter(config.engine_python, repository)
+    if problem := interpreter_problem(python):
+        found.append(problem)
     if found:
         raise ConfigError("\n".join(f"  - {line}" for line in found))
     return options, tuple(each for each in eos_values if isinstance(each, int))
 
 
-def _check_context(spec: EngineSpec, kv: m.Described, folder: Path) -> None:
+def _check_platform(kv: m.DescribedKv, device: str) -> None:
+    """Raises ConfigError: another version of vLLM, or vLLM for another device."""
+    found = []
+    if not SpecifierSet(VLLM_SUPPORTED).contains(Version(kv.version).base_version):
+        found.append(f"vLLM {kv.version} is not supported; use {VLLM_SUPPORTED}")
+    if device != kv.platform:
+        found.append(
+            f"device is {device}, but this vLLM computes on {kv.platform}: set device to that; "
+            "gpus chooses devices"
+        )
+    if found:
+        raise ConfigError("\n".join(f"  - {line}" for line in found))
+
+
+def _check_context(spec: EngineSpec, kv: m.DescribedKv, folder: Path) -> None:
     found = list(context_problems(spec, kv.context_tokens_max, folder.name))
     if found:
         raise ConfigError("\n".join(f"  - {line}" for line in found))

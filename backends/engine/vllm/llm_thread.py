@@ -46,7 +46,7 @@ T = TypeVar("T")
 class VllmRun:
     """An ordered generation."""
 
-    def __init__(self, thread: LlmThread, number: int) -> None:
+    def __init__(self, thread: VllmThread, number: int) -> None:
         self._thread = thread
         self._number = number
 
@@ -54,22 +54,22 @@ class VllmRun:
         self._thread.abort(self._number)
 
 
-class LlmThread:
+class VllmThread:
     def __init__(
         self,
         python: Path,
         setup: m.Setup,
         environment: Mapping[str, str],
-        on_stats: Callable[[m.Stats], None],
+        on_stats: Callable[[m.StepNumbers], None],
     ) -> None:
         """Starts the process. Raises ConfigError if there is no such program."""
         self._address = setup.address
         self._on_stats = on_stats
-        self.stats: m.Stats | None = None
+        self.stats: m.StepNumbers | None = None
         self._numbers = itertools.count()
         self._sinks: dict[int, Sink] = {}
         self._failure = ""  # the process has failed
-        self._described: Future[m.Described] = Future()
+        self._described: Future[m.DescribedKv] = Future()
         self._started: Future[None] = Future()
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: Outbox[m.FromWorker] = Outbox(
@@ -103,7 +103,7 @@ class LlmThread:
     def is_healthy(self) -> bool:
         return not self._failure and self._process.poll() is None
 
-    def described(self) -> m.Described:
+    def described(self) -> m.DescribedKv:
         """Waits for vLLM's imports and its reading of the checkpoint. Raises ConfigError."""
         return self._wait(self._described)
 
@@ -191,14 +191,14 @@ class LlmThread:
                 case m.Outputs():
                     for news in message.news:
                         self._report(news)
-                case m.Stats():
+                case m.StepNumbers():
                     self.stats = message
                     self._on_stats(message)
-                case m.Described():
+                case m.DescribedKv():
                     self._described.set_result(message)
                 case m.Started():
                     self._started.set_result(None)
-                case m.Failed():
+                case m.VllmFailed():
                     self._fail(message.reason)
 
     def _report(self, news: m.Output) -> None:
@@ -255,9 +255,11 @@ def _outcome(news: m.Output) -> Outcome:
 
 
 def _with_project(environment: Mapping[str, str]) -> dict[str, str]:
-    """The process finds our packages, also in an interpreter that does not have them installed."""
+    """From a checkout the process finds our packages, also in an interpreter without them. The
+    folder of a wheel is not added: it has the numpy of the server."""
     found = {**os.environ, **environment}
-    paths = [str(PROJECT), *filter(None, found.get("PYTHONPATH", "").split(os.pathsep))]
-    found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    if (PROJECT / "pyproject.toml").exists():
+        paths = [str(PROJECT), *filter(None, found.get("PYTHONPATH", "").split(os.pathsep))]
+        found["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     found.pop("PYTHONHOME", None)
     return found

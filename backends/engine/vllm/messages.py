@@ -44,7 +44,7 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
 # -- from the process
 
 
-class Described(msgspec.Struct, tag="described", frozen=True):
+class DescribedKv(msgspec.Struct, tag="described", frozen=True):
     """What vLLM makes of the checkpoint and the arguments."""
 
     version: str
@@ -67,7 +67,7 @@ class Started(msgspec.Struct, tag="started", frozen=True):
     pass
 
 
-class Failed(msgspec.Struct, tag="failed", frozen=True):
+class VllmFailed(msgspec.Struct, tag="failed", frozen=True):
     """vLLM did not start, or has died."""
 
     reason: str
@@ -89,7 +89,7 @@ class Outputs(msgspec.Struct, tag="outputs", frozen=True):
     news: list[Output]
 
 
-class Stats(msgspec.Struct, tag="stats", frozen=True):
+class StepNumbers(msgspec.Struct, tag="stats", frozen=True):
     """Numbers of vLLM's newest step."""
 
     step_s: float  # since the step before, if there was work; 0: unknown
@@ -102,4 +102,4 @@ class Stats(msgspec.Struct, tag="stats", frozen=True):
 
 
 FromWorker = Begin | Generate | Abort
-FromProcess = Described | Started | Failed | Outputs | Stats
+FromProcess = DescribedKv | Started | VllmFailed | Outputs | StepNumbers

@@ -24,7 +24,6 @@ from backends.engine.vllm.messages import (
     OWN,
     Abort,
     Begin,
-    Failed,
     FromProcess,
     FromWorker,
     Generate,
@@ -32,7 +31,8 @@ from backends.engine.vllm.messages import (
     Outputs,
     Setup,
     Started,
-    Stats,
+    StepNumbers,
+    VllmFailed,
 )
 from backends.engine.vllm.scheduler import NAME
 from mooncake_store.block_keys import unpacked_tokens
@@ -64,7 +64,7 @@ class StepStats:
         if iteration_stats is not None:
             self._preempted += iteration_stats.num_preempted_reqs
         self._send(
-            Stats(
+            StepNumbers(
                 now_s - self._last_s if self._last_s else 0.0,
                 running,
                 scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
@@ -110,7 +110,7 @@ class EngineProcess:
             log.error("a message is lost: the worker does not take its messages")
 
     def describe(self) -> None:
-        """Answers with Described, or Failed."""
+        """Answers with DescribedKv, or VllmFailed."""
         try:
             from backends.engine.vllm.arguments import engine_config
             from backends.engine.vllm.description import described
@@ -121,7 +121,7 @@ class EngineProcess:
 
     def fail(self, error: BaseException) -> None:
         log.error("vLLM failed", exc_info=error)
-        self.send(Failed(f"{type(error).__name__}: {error}"))
+        self.send(VllmFailed(f"{type(error).__name__}: {error}"))
         self._loop.call_soon_threadsafe(self.is_over.set)
 
     # -- the inbox's thread

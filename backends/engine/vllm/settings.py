@@ -76,7 +76,8 @@ DECODE_STEP_TOKENS_MIN = 2048  # a step computes the last tokens of so many prom
 class VllmConfig:
     """Further parameters of a worker's config.pbtxt, with engine vllm only."""
 
-    # Python that has vLLM: a path, beside the model repository if relative; "": the worker's own.
+    # Python that has vLLM: a path, beside the model repository if relative. "": the environment of
+    # `make vllm`, without it the worker's own interpreter.
     engine_python: str = ""
     gpus: str = ""  # CUDA devices of this worker, "0" or "0,1"; empty: the first tp_size
     tp_size: int = 1  # tensor parallel size: over so many GPUs
@@ -139,9 +140,10 @@ def first_arguments(
     }
 
 
-def environment(threads: int) -> dict[str, str]:
-    """For the process of vLLM."""
+def environment(threads: int, gpus: str) -> dict[str, str]:
+    """For the process of vLLM. `gpus`: CUDA devices; "": all."""
     return {
+        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

@@ -32,8 +32,8 @@ def make_driver(
 
     def make_engine(listener: Listener, on_step: Callable[[float], None]) -> VllmEngine:
         return VllmEngine(
-            worker_id, spec, config, folder, repository, worker.threads, worker.pages_max,
-            listener, on_step,
+            worker_id, spec, config, folder, repository, worker.threads, worker.device,
+            worker.pages_max, listener, on_step,
         )  # fmt: skip
 
     if isinstance(worker, PrefillConfig):

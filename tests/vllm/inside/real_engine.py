@@ -1,0 +1,290 @@
+"""The real vLLM with our connector, in the process of the test, stepped by hand.
+
+The worker's side is that of the other engines (`Connected`: host of the channel, staging pool, slots
+of a storage node). EngineCore runs in this process, so a test can step it, read its pool of pages,
+and hold copies by a gate. A process can have one such engine at a time: torch.distributed and
+vLLM's connector are global. So `Engines` (conftest.py) keeps one and restarts it for other options.
+
+The expected tokens are those of transformers, a second implementation of the model.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+import transformers
+from vllm import SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from backends.engine.connected import messages as m
+from backends.engine.vllm import connector as connector_module
+from backends.engine.vllm.scheduler import NAME
+from backends.engine.vllm.settings import CONNECTOR
+from mooncake_store.block_keys import chain_seed
+from mooncake_store.layout import blocks_touched
+from tests.backends.engine.connected.connected import Connected
+from tests.backends.engine.connected.listening import WAIT_S, Heard
+
+BLOCK_TOKENS = 64  # of a store block
+IDLE_S = 0.001  # as vLLM waits after a step without a pass
+STEPS_MAX = 20_000
+
+
+@dataclass(eq=False)
+class RealRequest:
+    name: str  # vLLM's external id, and the worker's request id
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+    finish_reason: str | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A random checkpoint, and what its KV looks like in vLLM."""
+
+    folder: Path
+    page_tokens: int
+    is_latent: bool
+    continues: bool = True  # prefill may go on after a prefix
+
+    @property
+    def config(self) -> Any:
+        return transformers.AutoConfig.from_pretrained(self.folder)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of a token in float32."""
+        config = self.config
+        if self.is_latent:
+            scalars = config.kv_lora_rank + config.qk_rope_head_dim
+        else:
+            scalars = 2 * config.num_key_value_heads * config.head_dim
+        return int(config.num_hidden_layers * scalars * 4)
+
+
+class PlainModel:
+    """Greedy tokens of a checkpoint by transformers, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model.eval()
+        self._known: dict[tuple[int, ...], list[int]] = {}
+
+    @torch.inference_mode()
+    def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
+        known = self._known.get(tuple(prompt), [])
+        if len(known) < count:
+            ids = torch.tensor([list(prompt)])
+            output = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                min_new_tokens=count,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            known = self._known[tuple(prompt)] = output[0, len(prompt) :].tolist()
+        return known[:count]
+
+
+class RealExecutor:
+    """vLLM's engine behind the verbs of the other executors."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self.core: Any = engine.engine_core.engine_core  # type: ignore[attr-defined]
+        self.scheduler: Any = self.core.scheduler
+        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
+        self._going: dict[str, RealRequest] = {}
+        self._idle = threading.Event()  # never set
+
+    @property
+    def blocks(self) -> Any:
+        return SimpleNamespace(
+            blocks=self.pool.num_gpu_blocks - 1, free_blocks=self.pool.get_num_free_blocks()
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.has_requests())
+
+    def submit(self, request: RealRequest, params: SamplingParams, salt: str | None) -> None:
+        prompt: dict[str, Any] = {"prompt_token_ids": request.prompt}
+        if salt:
+            prompt["cache_salt"] = salt
+        self.engine.add_request(request.name, prompt, params)
+        self._going[request.name] = request
+
+    def step(self) -> None:
+        before = self.passes
+        for output in self.engine.step():
+            request = self._going.get(output.request_id)
+            if request is not None:
+                request.tokens = request.prompt + list(output.outputs[0].token_ids)
+                if output.finished:
+                    request.finish_reason = output.outputs[0].finish_reason
+                    del self._going[output.request_id]
+        if self.passes == before and self.has_work:
+            self._idle.wait(IDLE_S)  # copies run in another thread
+
+    passes = 0  # forward passes so far; counted by the wrapper below
+
+    def run_until_idle(self) -> None:
+        for _ in range(STEPS_MAX):
+            if not self.has_work:
+                return
+            self.step()
+        raise AssertionError("vLLM is still busy")
+
+    def abort(self, request: RealRequest) -> None:
+        if self._going.pop(request.name, None) is not None:
+            self.engine.abort_request([request.name])
+            request.finish_reason = "cancelled"
+
+    def shutdown(self) -> None:
+        """End EngineCore and all of vLLM that is global in this process."""
+        self.core.shutdown()
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+
+
+class RealVllm(Connected):
+    def __init__(self, folder: Path, family: Family, plain: PlainModel, **options: Any) -> None:
+        self.family, self._plain = family, plain
+        shape = SimpleNamespace(
+            tokens_per_block=family.page_tokens, kv_factor=1 if family.is_latent else 2
+        )
+        super().__init__(
+            folder, shape, family.token_bytes, block_tokens=BLOCK_TOKENS, pool_pages=40, **options
+        )
+
+    def _start(self, site: m.Site, options: dict[str, Any]) -> None:
+        """`options`: further arguments of vLLM, and `blocks`, the pages of its KV memory."""
+        blocks = options.pop("blocks", 80)
+        os.environ |= site.to_environment()
+        arguments = {
+            "model": str(self.family.folder),
+            "dtype": "float32",
+            "block_size": self.family.page_tokens,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 8,
+            "num_gpu_blocks_override": blocks,
+            "kv_cache_memory_bytes": 2**27,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": True,
+            "disable_hybrid_kv_cache_manager": True,
+            "generation_config": "vllm",
+            "kv_transfer_config": CONNECTOR,
+            "disable_log_stats": True,
+        }
+        engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **options}))
+        self.executor = RealExecutor(engine)
+        self.in_scheduler = self.executor.scheduler.connector
+        self.in_rank: Any = get_kv_transfer_group()
+        self.scheduler, self.copies = self.in_scheduler._scheduler, [self.in_rank._copies]
+
+    def submit(
+        self,
+        number: int,
+        prompt: Sequence[int],
+        tokens_max: int,
+        salt: str | None = None,
+        name: str | None = None,
+    ) -> RealRequest:
+        """`name`: of the stage; None: the request carries no kv_transfer_params."""
+        params = SamplingParams(
+            max_tokens=tokens_max,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {NAME: name}} if name else None,
+        )
+        request = RealRequest(f"{number}-{name}", list(prompt), list(prompt))
+        self.executor.submit(request, params, salt)
+        return request
+
+    def ask(self, name: str, prompt: Sequence[int], tokens_max: int, **options: Any) -> RealRequest:
+        """Generates for a stage until vLLM is idle."""
+        return self.generate(0, prompt, tokens_max, name=name, **options)  # type: ignore[no-any-return]
+
+    def expected(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        return self._plain.tokens(prompt, tokens)
+
+    @property
+    def saving(self) -> set[int]:
+        return set()  # vLLM frees finished requests at once; pages are pinned instead
+
+    @property
+    def pinned(self) -> bool:
+        return bool(self.in_scheduler._pinned)
+
+    def forget(self) -> None:
+        """Empty vLLM's prefix cache."""
+        assert self.executor.engine.reset_prefix_cache()
+
+    def news(self, name: str) -> list[tuple[Any, ...]]:
+        """What the worker was notified of for this request, in order."""
+        return [(what[0], *what[2:]) for what in self.heard.all if what[1] == name]
+
+    def stage_to_end(
+        self, name: str, prompt: Sequence[int], kept: dict[bytes, bytes] | None = None
+    ) -> list[int]:
+        """As a handover between workers: KV of all tokens of the prompt is saved, or loaded."""
+        count = blocks_touched(len(prompt), self.block_tokens)
+        pages = [self.free_pages.pop() for _ in range(count)]
+        stage = m.Stage.of(
+            name,
+            prompt,
+            self.block_tokens,
+            chain_seed("print", cache_salt=""),
+            "",
+            [page * self.block_bytes for page in pages],
+            len(prompt) if kept else 0,
+        )
+        for index, page in enumerate(pages):
+            key = stage.keys[index] if index < len(stage.keys) else b"tail"
+            self.page(page)[:] = bytearray(kept[key]) if kept else 0xEE
+        if not kept:
+            stage = msgspec.structs.replace(stage, saved_tokens_max=len(prompt))
+        self.host.stage(stage, WAIT_S).result(WAIT_S)
+        return pages
+
+    def check_clean(self) -> None:
+        """Nothing of a test is left, in vLLM or in the connector."""
+        assert self.all_free, self.executor.blocks
+        assert not self.pinned
+        assert not self.executor.scheduler.requests
+        self.scheduler.check()
+        assert not self.scheduler._table.entries and not self.scheduler._table.taken
+        assert not [said for said in self.heard.all if said[0] == "broken"], self.heard.all
+        (copies,) = self.copies
+        assert not copies._is_broken
+        assert not copies._loading and not copies._saving and not copies._started
+        assert not copies._failed and not copies._draining and not copies._ended
+        assert not copies._holed and not copies._given_away
+
+    def new_listener(self) -> None:
+        self.heard = Heard()
+        self.host._listener = self.heard
+
+
+def stay_alive() -> None:
+    """Instead of `die_with_parent`: EngineCore is this process."""
+
+
+connector_module.die_with_parent = stay_alive
