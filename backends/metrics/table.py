@@ -232,7 +232,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         counter("mooncake_handover_tokens_total", "tokens", (DECODE,),
                 "Tokens of requests that start in decode, by the source of their KV. loaded: "
                 "handed over. local: still in the engine. computed: computed again (tokens after "
-                "the last whole page, and tokens whose KV is missing). Engine tensorrt_llm only.",
+                "the last whole page, and tokens whose KV is missing). Not with engine torch.",
                 Label("path", ("loaded", "local", "computed"))),
         counter("mooncake_output_tokens_total", "tokens", WORKERS,
                 "Tokens generated: the first of each prompt by prefill, the others by decode."),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +24,8 @@ from tests.vllm.serving import plain_tokens, prompts_of, random_checkpoint, serv
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800)]
 
-CLIENTS, OUTPUT_TOKENS = 2, 40  # more would leave restarting engines no core
+CLIENTS, OUTPUT_TOKENS = 2, 40
+THINK_S = 0.5  # after each answer, so that engines that start find a core
 PROMPT_TOKENS = (40, 64, 65, 130, 200, 257, 320, 333, 400, 450, 513, 600)
 ANSWERS_BETWEEN, FLIPS_PER_ANSWER = 10, 12
 FROZEN_S = 8.0  # longer than the directory waits for a report
@@ -76,7 +78,13 @@ def _damage(server: Server, asked: list[Asked], seed: int, until_s: float) -> No
     flips, chance = BitFlips(server, seed), random.Random(seed)
     everybody = [p for worker in WORKERS for p in engine_processes(server, worker)]
     names = list(victims(server))
-    with Clients(server, asked, CLIENTS, seed, lambda: flips.flip(FLIPS_PER_ANSWER)) as clients:
+    pause = threading.Event()  # never set
+
+    def on_answer() -> None:
+        flips.flip(FLIPS_PER_ANSWER)
+        pause.wait(THINK_S)
+
+    with Clients(server, asked, CLIENTS, seed, on_answer) as clients:
         while time.monotonic() < until_s:
             clients.wait_for_more(ANSWERS_BETWEEN)
             hit(server, chance.choice(names), chance.random() < 0.6)
