@@ -1,8 +1,8 @@
 """Sampling parameters for vLLM.
 
 vLLM draws tokens by itself, so sampled tokens differ from the torch engine's. Its random numbers
-cannot be moved to a position: the seed of a request depends on the tokens that the answer already
-has, so a sampled answer that another worker continues is another one than it would have been.
+cannot be moved to a position. So the seed of a request depends on the number of tokens that the
+answer already has, and a sampled answer differs if another worker continues it.
 `stop_words` are matched on text, as for every engine. Pure.
 
 Not here: the limits (../sampling_params.py).
