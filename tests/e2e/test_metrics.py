@@ -27,8 +27,9 @@ from tests.e2e.causes import (
 from tests.e2e.server import Server, running, wait_until
 from tests.e2e.server_processes import stub_of
 
-# They move with that engine only: test_trtllm.py.
-OF_TENSORRT_LLM = {name for name in METRICS if name.startswith("nv_trt_llm_")} | {
+# They move with these engines only: test_trtllm.py, tests/vllm.
+OWN_OF_ENGINES = ("nv_trt_llm_", "vllm:")
+OF_CONNECTED = {name for name in METRICS if name.startswith(OWN_OF_ENGINES)} | {
     "mooncake_handover_tokens_total"
 }
 # One machine has one frontend, and no network card: test_routing_notes.py, test_nic_failover.py.
@@ -96,7 +97,7 @@ def test_every_cause_moves_its_metrics(name: str, request: pytest.FixtureRequest
 def test_every_metric_of_the_table_has_a_cause() -> None:
     caused = frozenset().union(*(cause.names for cause in CAUSES.values()))
     assert caused == METRICS.keys() - (
-        OF_TENSORRT_LLM
+        OF_CONNECTED
         | OF_A_FLEET
         | OF_ROLE_FLIPS
         | OF_AN_SSD
@@ -165,7 +166,7 @@ def test_the_page_is_what_prometheus_reads(demo: Server) -> None:
     declared = {
         name.removesuffix("_total"): metric
         for name, metric in METRICS.items()
-        if not name.startswith("nv_trt_llm_")
+        if not name.startswith(OWN_OF_ENGINES)
         and name not in OF_NETWORK_CARDS | OF_ROLE_FLIPS | OF_A_GATEWAY | OF_TENANTS | {UNREACHED}
     }
     # The page is put together of those of all Tritons, which say something once a second.

@@ -77,6 +77,13 @@ def test_prompts_cold_cached_here_and_cached_on_the_other_node_get_the_tokens_of
     wait_until(pairs.server.is_idle, "the last pages and leases to go")
 
 
+def test_the_metrics_of_vllm_move(pairs: Pairs) -> None:
+    pairs.check(0, *PAIRS[0])
+    for name in ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits"):
+        wait_until(lambda name=name: pairs.server.metric(name), f"{name} to move")
+    assert pairs.server.metric("mooncake_handover_tokens_total", path="loaded")
+
+
 def test_requests_at_once_get_the_tokens_of_plain_vllm(pairs: Pairs) -> None:
     asked = [(i % len(PAIRS), i % len(BORDERS), PAIRS[i * 3 % 4]) for i in range(AT_ONCE * 2)]
 

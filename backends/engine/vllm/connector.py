@@ -130,7 +130,7 @@ class MooncakeConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         with self._saying_why():
-            block_ids = blocks.get_block_ids()[0] if num_external_tokens else ()
+            (block_ids,) = blocks.get_block_ids()
             self._scheduler.promised(request.request_id, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:

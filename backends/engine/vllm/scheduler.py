@@ -25,6 +25,9 @@ from backends.engine.connected.scheduler import Entry, StageScheduler
 
 NAME = "mooncake_request"
 ALL_ASIDE = 1  # every load runs beside the passes, so it delays no stream
+# vLLM's number in place of a page that it has dropped or never had, because no later token attends
+# to it. That happens if all layers have a sliding window.
+NULL_PAGE = 0
 
 
 class StepData(NamedTuple):
@@ -130,11 +133,17 @@ class VllmScheduler(StageScheduler):
             entry.is_claimed = True
             if not loaded_tokens:  # its own cache has as much, in part of a page
                 entry.load_pages, entry.is_load_due = 0, False
+                if NULL_PAGE in block_ids[entry.done_pages :]:
+                    # Pages that the worker lacks were dropped. Unclaimed, it hands over nothing.
+                    del self._table.taken[llm_id]
+                    return
             else:
                 pages = -(-loaded_tokens // self._tokens_per_block)
                 assert pages == entry.load_pages, f"{loaded_tokens} tokens, planned {pages} pages"
                 assert len(block_ids) >= entry.first_page + entry.load_pages, "pages are missing"
                 entry.block_ids, entry.is_aside = list(block_ids), True
+                while entry.load_pages and block_ids[entry.first_page] == NULL_PAGE:
+                    entry.first_page, entry.load_pages = entry.first_page + 1, entry.load_pages - 1
                 self._due.append(entry)
             local, name = entry.local_tokens, entry.stage.request_id
         self._send(m.Claimed(name, local, loaded_tokens))
@@ -166,6 +175,10 @@ class VllmScheduler(StageScheduler):
     def _given(self, entry: Entry, block_ids: Sequence[int]) -> None:
         """All pages of a new or resumed request; a resumed one may have fewer than before."""
         entry.block_ids = list(block_ids)
+        if NULL_PAGE in (unsaved := entry.block_ids[entry.done_pages :]):
+            # Saved includes all leading pages, so it stops here.
+            hole = entry.done_pages + unsaved.index(NULL_PAGE)
+            entry.pages_max = min(entry.pages_max, hole)
 
     def _position(self, entry: Entry, data: StepData, is_new: bool) -> int:
         return data.position

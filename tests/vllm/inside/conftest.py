@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from tests.vllm.inside.real_engine import Family, PlainModel, RealVllm
 
 PAGE_TOKENS = {"deepseek_v3": 16}  # vLLM has only this for latent attention on a CPU
-pytest_plugins: list[str] = []
 
 
 class Engines:
@@ -36,11 +35,12 @@ class Engines:
 
     def family(self, name: str) -> tuple[Family, PlainModel]:
         from tests.vllm.inside.real_engine import Family, PlainModel
+        from tests.vllm.inside.windowed import write_mistral
         from tests.vllm.random_checkpoints import write
 
         if name not in self._families:
             folder = self._folder / name
-            write(name, folder)
+            write_mistral(folder) if name == "mistral" else write(name, folder)
             is_latent = name == "deepseek_v3"
             family = Family(folder, PAGE_TOKENS.get(name, 32), is_latent)
             self._families[name] = family, PlainModel(folder)

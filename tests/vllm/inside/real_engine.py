@@ -1,9 +1,10 @@
 """The real vLLM with our connector, in the process of the test, stepped by hand.
 
-The worker's side is that of the other engines (`Connected`: host of the channel, staging pool, slots
-of a storage node). EngineCore runs in this process, so a test can step it, read its pool of pages,
-and hold copies by a gate. A process can have one such engine at a time: torch.distributed and
-vLLM's connector are global. So `Engines` (conftest.py) keeps one and restarts it for other options.
+The worker's side is that of the other engines (`Connected`): host of the channel, staging pool,
+slots of a storage node. EngineCore runs in this process. So a test can step it, read its pool of
+pages, and hold copies by a gate. A process can have one such engine at a time, because
+torch.distributed and vLLM's connector are global. `Engines` (conftest.py) keeps one, and starts
+another one for other options.
 
 The expected tokens are those of transformers, a second implementation of the model.
 """
@@ -19,10 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import transformers
 from vllm import SamplingParams
-from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -129,18 +130,16 @@ class RealExecutor:
         self._going[request.name] = request
 
     def step(self) -> None:
-        before = self.passes
-        for output in self.engine.step():
+        outputs = self.engine.step()
+        for output in outputs:
             request = self._going.get(output.request_id)
             if request is not None:
                 request.tokens = request.prompt + list(output.outputs[0].token_ids)
                 if output.finished:
                     request.finish_reason = output.outputs[0].finish_reason
                     del self._going[output.request_id]
-        if self.passes == before and self.has_work:
+        if not outputs and self.has_work:
             self._idle.wait(IDLE_S)  # copies run in another thread
-
-    passes = 0  # forward passes so far; counted by the wrapper below
 
     def run_until_idle(self) -> None:
         for _ in range(STEPS_MAX):
@@ -155,15 +154,16 @@ class RealExecutor:
             request.finish_reason = "cancelled"
 
     def shutdown(self) -> None:
-        """End EngineCore and all of vLLM that is global in this process."""
-        self.core.shutdown()
+        """End EngineCore, and what of vLLM is global in this process. Now, and not when the garbage
+        collector finds it: then there may be another engine."""
+        self.engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
 
 
 class RealVllm(Connected):
     def __init__(self, folder: Path, family: Family, plain: PlainModel, **options: Any) -> None:
         self.family, self._plain = family, plain
+        self._computed: dict[tuple[tuple[int, ...], int], list[int]] = {}
         shape = SimpleNamespace(
             tokens_per_block=family.page_tokens, kv_factor=1 if family.is_latent else 2
         )
@@ -223,7 +223,14 @@ class RealVllm(Connected):
         return self.generate(0, prompt, tokens_max, name=name, **options)  # type: ignore[no-any-return]
 
     def expected(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        return self._plain.tokens(prompt, tokens)
+        """By transformers. With latent attention by vLLM without loads, because the decode kernel
+        of vLLM for CPUs gives other tokens than its prefill and transformers."""
+        if not self.family.is_latent:
+            return self._plain.tokens(prompt, tokens)
+        key = (tuple(prompt), tokens)
+        if key not in self._computed:
+            self._computed[key] = self.output(self.generate(-1, prompt, tokens, salt="expected"))
+        return self._computed[key]
 
     @property
     def saving(self) -> set[int]:
@@ -242,27 +249,33 @@ class RealVllm(Connected):
         return [(what[0], *what[2:]) for what in self.heard.all if what[1] == name]
 
     def stage_to_end(
-        self, name: str, prompt: Sequence[int], kept: dict[bytes, bytes] | None = None
+        self,
+        name: str,
+        prompt: Sequence[int],
+        kept: dict[bytes, bytes] | None = None,
+        loaded_tokens: int = 0,
     ) -> list[int]:
-        """As a handover between workers: KV of all tokens of the prompt is saved, or loaded."""
+        """As a handover between workers: KV of all tokens of the prompt is saved, or that of
+        `loaded_tokens` tokens is loaded."""
         count = blocks_touched(len(prompt), self.block_tokens)
         pages = [self.free_pages.pop() for _ in range(count)]
-        stage = m.Stage.of(
-            name,
-            prompt,
-            self.block_tokens,
-            chain_seed("print", cache_salt=""),
-            "",
-            [page * self.block_bytes for page in pages],
-            len(prompt) if kept else 0,
-        )
+        places = [page * self.block_bytes for page in pages]
+        stage = self.message(name, prompt, places, loaded_tokens)
         for index, page in enumerate(pages):
-            key = stage.keys[index] if index < len(stage.keys) else b"tail"
-            self.page(page)[:] = bytearray(kept[key]) if kept else 0xEE
-        if not kept:
+            self.page(page)[:] = 0xEE
+            if kept is not None and index * self.block_tokens < loaded_tokens:
+                key = stage.keys[index] if index < len(stage.keys) else b"tail"
+                self.page(page)[:] = np.frombuffer(kept[key], np.uint8)
+        if kept is None:
             stage = msgspec.structs.replace(stage, saved_tokens_max=len(prompt))
         self.host.stage(stage, WAIT_S).result(WAIT_S)
         return pages
+
+    def message(
+        self, name: str, prompt: Sequence[int], places: list[int], loaded_tokens: int
+    ) -> m.Stage:
+        seed = chain_seed("print", cache_salt="")
+        return m.Stage.of(name, prompt, self.block_tokens, seed, "", places, loaded_tokens)
 
     def check_clean(self) -> None:
         """Nothing of a test is left, in vLLM or in the connector."""

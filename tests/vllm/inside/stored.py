@@ -19,3 +19,16 @@ def filled(engine: RealVllm, prompt: Sequence[int], salt: str = "") -> dict[byte
     engine.forget()
     engine.new_listener()
     return store
+
+
+def filled_to_end(engine: RealVllm, prompt: Sequence[int]) -> dict[bytes, bytes]:
+    """The same with the partial block, as a prefill worker hands it over."""
+    store: dict[bytes, bytes] = {}
+    pages, page_tokens = engine.stage_to_end("fill", prompt), engine.family.page_tokens
+    engine.ask("fill", prompt, 1)
+    engine.heard.wait_for("saved", "fill", -(-len(prompt) // page_tokens) * page_tokens)
+    engine.keep(prompt, pages, store)
+    engine.unstage("fill", pages)
+    engine.forget()
+    engine.new_listener()
+    return store
