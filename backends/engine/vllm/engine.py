@@ -121,7 +121,11 @@ class VllmEngine:
         self.tp_shape = kv.pages_id + (f"-{canonical(reaching)}" if reaching else "")
         self.hardware = f"vllm {kv.version}, tp {self.config.tp_size}, {kv.platform}"
         if kv.windows:
-            log.warning("layers with a sliding window keep the KV of all tokens")
+            log.warning(
+                "layers with a sliding window keep the KV of all tokens, beside layers with full "
+                "attention; if all layers have a window, vLLM drops KV before it, and long prompts "
+                "are computed again by decode"
+            )
 
     @property
     def host(self) -> ConnectorHost:
