@@ -19,6 +19,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,8 +95,9 @@ class VllmThread:
             self._inbox.close()
             raise ConfigError(f"engine_python {python} cannot be started: {error}") from error
         assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended; `described` reports that
+            self._process.stdin.write(msgspec.json.encode(setup) + b"\n")
+            self._process.stdin.flush()
         self._thread = threading.Thread(target=self._run, name="llm", daemon=True)
         self._thread.start()
 
@@ -114,10 +116,10 @@ class VllmThread:
 
     def _wait(self, future: Future[T]) -> T:
         while True:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(futures.TimeoutError):
                 return future.result(POLL_S)
             if (code := self._process.poll()) is not None:
-                with contextlib.suppress(TimeoutError):  # its last message
+                with contextlib.suppress(futures.TimeoutError):  # its last message
                     return future.result(POLL_S)
                 raise ConfigError(f"the process of vLLM ended with code {code}; its log says why")
 
