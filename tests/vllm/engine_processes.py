@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import psutil
 
@@ -28,6 +29,16 @@ def alive(processes: list[psutil.Process]) -> list[str]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {process.name()}")
     return found
+
+
+def segments(processes: list[psutil.Process]) -> list[Path]:
+    """Shared memory of Python that these processes have mapped."""
+    found = set()
+    for process in processes:
+        for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+            if (path := line.rpartition(" ")[2]).startswith("/dev/shm/psm_"):
+                found.add(Path(path))
+    return sorted(found)
 
 
 def rank(process: psutil.Process) -> psutil.Process:

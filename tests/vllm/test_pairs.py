@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.e2e.server import Answer, Server, wait_until
-from tests.vllm.engine_processes import alive, engine_core, engine_processes
+from tests.vllm.engine_processes import alive, engine_core, engine_processes, segments
 from tests.vllm.serving import BORDERS, plain_tokens, prompts_of, random_checkpoint, serving
 
 TOKENS = 40
@@ -110,6 +110,8 @@ def test_a_killed_engine_costs_no_answer_and_its_worker_comes_back(
     pairs: Pairs, model: str, depth: int
 ) -> None:
     before = engine_processes(pairs.server, model)
+    memory = segments(before)
+    assert memory
     victim = before[0] if not depth else engine_core(before[0])
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(pairs.ask, prompt) for prompt in pairs.sets[-1]]
@@ -118,6 +120,7 @@ def test_a_killed_engine_costs_no_answer_and_its_worker_comes_back(
     for answer, expected in zip(answers, pairs.expected[-1], strict=True):
         assert (answer.error, answer.output_ids) == ("", expected)
     wait_until(lambda: not alive(before), f"the end of {alive(before)}")
+    wait_until(lambda: not any(path.exists() for path in memory), f"the end of {memory}")
     wait_until(lambda: pairs.server.ready(model), "the worker to come back", RESTART_S_MAX)
     assert pairs.check(0)
     wait_until(pairs.server.is_idle, "the last pages and leases to go")

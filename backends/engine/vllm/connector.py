@@ -65,7 +65,7 @@ class EndedSaves(KVConnectorWorkerMetadata):
 
 
 def die_with_parent() -> None:
-    """End the EngineCore with the process that started it; vLLM's ranks end with the EngineCore."""
+    """End the EngineCore with the process that started it, and the ranks with the EngineCore."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died just before
@@ -98,8 +98,8 @@ class MooncakeConnector(KVConnectorBase_V1):
         self._started: list[LlmId] = []  # loads that were ordered in this step
         self._rank = 0
         name = SCHEDULER
+        die_with_parent()
         if role == KVConnectorRole.SCHEDULER:
-            die_with_parent()
             groups = len(kv_cache_config.kv_cache_groups)
             assert groups == 1, f"vLLM has {groups} KV cache groups; the connector has one"
             self._scheduler = VllmScheduler(

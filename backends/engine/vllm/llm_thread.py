@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 
 from backends.engine.connected.generation import Order, Outcome, Sink
 from backends.engine.vllm import messages as m
@@ -38,7 +39,7 @@ MODULE = "backends.engine.vllm.process"
 MESSAGES_MAX = 100_000
 POLL_S = 0.2  # the end of the process is noticed at most so late
 EXIT_S_MAX = 10.0
-TRACKERS_S_MAX = 2.0
+TRACKERS_S_MAX = 5.0
 REASONS = {"stop": "stop", "length": "length", "abort": "cancelled", "timeout": "timeout"}
 
 T = TypeVar("T")
@@ -156,13 +157,13 @@ class VllmThread:
             self._thread.join(timeout=EXIT_S_MAX)
 
     def _end_group(self) -> None:
-        """Kill what is left. Before that, Python's resource trackers remove shared memory."""
+        """Kill what is left. Python's resource tracker is the last of the group: when all others
+        have ended, it removes their shared memory."""
         until_s = time.monotonic() + TRACKERS_S_MAX
+        while time.monotonic() < until_s and _living(self._process.pid):
+            self._process.poll()
+            time.sleep(POLL_S / 4)
         with contextlib.suppress(ProcessLookupError):
-            while time.monotonic() < until_s:
-                self._process.poll()
-                os.killpg(self._process.pid, 0)
-                time.sleep(POLL_S / 10)
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -247,6 +248,15 @@ class VllmThread:
     def _send(self, message: m.FromWorker) -> None:
         if not self._outbox.send(self._address + m.OWN, message):
             raise WorkerUnavailable("the process of vLLM does not take its messages")
+
+
+def _living(group: int) -> bool:
+    """True if a process of this group has not ended. One that nobody has waited for yet has."""
+    for process in psutil.process_iter(["status"]):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 def _outcome(news: m.Output) -> Outcome:
