@@ -17,9 +17,8 @@ def engine_processes(server: Server, model: str) -> list[psutil.Process]:
 
 
 def engine_core(process: psutil.Process) -> psutil.Process:
-    """It has the ranks as children; the other child is Python's resource tracker."""
-    (found,) = [each for each in process.children() if each.children()]
-    return found
+    """It computes too; the other child is Python's resource tracker."""
+    return max(process.children(), key=lambda each: each.memory_info().rss)
 
 
 def alive(processes: list[psutil.Process]) -> list[str]:
@@ -39,8 +38,3 @@ def segments(processes: list[psutil.Process]) -> list[Path]:
             if (path := line.rpartition(" ")[2]).startswith("/dev/shm/psm_"):
                 found.add(Path(path))
     return sorted(found)
-
-
-def rank(process: psutil.Process) -> psutil.Process:
-    """The process of the first rank; `process`: that of AsyncLLM."""
-    return max(engine_core(process).children(), key=lambda each: each.memory_info().rss)

@@ -19,7 +19,7 @@ from tests.backends.engine.reference import Reference
 from tests.e2e.damage import Asked, BitFlips, Clients, all_serve, frozen
 from tests.e2e.server import Server, wait_until
 from tests.e2e.server_processes import process_of, stub_of
-from tests.vllm.engine_processes import alive, engine_core, engine_processes, rank
+from tests.vllm.engine_processes import alive, engine_core, engine_processes
 from tests.vllm.serving import plain_tokens, prompts_of, random_checkpoint, serving
 
 pytestmark = [pytest.mark.torture, pytest.mark.timeout(1800)]
@@ -44,7 +44,6 @@ def victims(server: Server) -> dict[str, Callable[[], psutil.Process]]:
         found[f"the worker {worker}"] = lambda worker=worker: stub_of(server, worker)
         found[f"vLLM's process of {worker}"] = first
         found[f"the EngineCore of {worker}"] = lambda first=first: engine_core(first())
-        found[f"the rank of {worker}"] = lambda first=first: rank(first())
     return found
 
 

@@ -111,7 +111,6 @@ def test_a_killed_engine_costs_no_answer_and_its_worker_comes_back(
 ) -> None:
     before = engine_processes(pairs.server, model)
     memory = segments(before)
-    assert memory
     victim = before[0] if not depth else engine_core(before[0])
     with ThreadPoolExecutor(4) as threads:
         asked = [threads.submit(pairs.ask, prompt) for prompt in pairs.sets[-1]]

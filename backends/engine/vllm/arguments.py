@@ -11,6 +11,8 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 
 def engine_config(arguments: Mapping[str, Any]) -> Any:
@@ -21,4 +23,8 @@ def engine_config(arguments: Mapping[str, Any]) -> Any:
     values = dict(arguments)
     if connector := values.get("kv_transfer_config"):
         values["kv_transfer_config"] = KVTransferConfig(**connector)
+    if current_platform.is_cpu() and values.get("tensor_parallel_size", 1) == 1:
+        # One rank computes in the EngineCore. By default vLLM gives it a process on CPUs, to set
+        # its threads, which ours sets by itself. Such a process spins for a second after a step.
+        values["distributed_executor_backend"] = UniProcExecutor
     return AsyncEngineArgs(**values).create_engine_config()
