@@ -21,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -31,7 +32,7 @@ from bench.headline.environment import VLLM, vllm_environment
 from bench.headline.goodput import RequestDetail
 from bench.headline.servers import running
 from bench.headline.systems import KV_BYTES, Machine, mooncake_repository, plan_of
-from bench.headline.traces import BLOCK_TOKENS, CELL_IDS, TraceRequest
+from bench.headline.traces import TraceRequest, at_rate, probes
 from loadtest.harness.benchmark import benchmark, console
 from loadtest.harness.result import Cell, Target
 from loadtest.harness.server import PROJECT, CannotMeasure, own_ports
@@ -39,38 +40,28 @@ from loadtest.harness.server import PROJECT, CannotMeasure, own_ports
 SYSTEMS = ("vllm", "mooncake-vllm")
 STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS = 8, 128, 128
 COLD, WARM, PROMPT_TOKENS, SHARED = 8, 3, 4096, 0.9
+CELLS = 4  # of a round
 THROUGHPUT_GOAL, OWN_CACHE_GOAL, COLD_GOAL = 0.9, 1.5, 0.35
 CHECKPOINT = PROJECT / ".mooncake" / "checkpoints" / "smollm2-135m"
 
 
-def fresh(count: int, tokens: int, output_tokens: int, first_id: int) -> list[TraceRequest]:
-    """Prompts that share nothing; they arrive together."""
-    blocks = tokens // BLOCK_TOKENS
+def fresh(count: int, tokens: int, output_tokens: int, cell: int) -> list[TraceRequest]:
+    """Prompts that share nothing, also with those of other cells; they arrive together."""
+    return at_rate(probes((tokens,), count, output_tokens), 1.0, cell)
+
+
+def begins_as(cold: Sequence[TraceRequest], count: int, cell: int) -> list[TraceRequest]:
+    """Prompts that begin with SHARED of each of the first `count`, and then are fresh."""
+    new = fresh(count, PROMPT_TOKENS, 1, cell)
+    kept = round(len(cold[0].block_ids) * SHARED)
     return [
-        TraceRequest(
-            0.01 * number,
-            tokens,
-            output_tokens,
-            tuple(range(first_id + number * blocks, first_id + (number + 1) * blocks)),
-        )
-        for number in range(count)
+        replace(after, block_ids=known.block_ids[:kept] + after.block_ids[kept:])
+        for known, after in zip(cold[:count], new, strict=True)
     ]
 
 
-def begins_as(cold: Sequence[TraceRequest], count: int, first_id: int) -> list[TraceRequest]:
-    """Prompts that begin with SHARED of each of the first `count`, and then are fresh."""
-    found = []
-    for number, (known, new) in enumerate(
-        zip(cold[:count], fresh(count, PROMPT_TOKENS, 1, first_id), strict=True)
-    ):
-        kept = round(len(known.block_ids) * SHARED)
-        ids = known.block_ids[:kept] + new.block_ids[kept:]
-        found.append(TraceRequest(0.01 * number, PROMPT_TOKENS, 1, ids))
-    return found
-
-
 def measure(machine: Machine, system: str, number: int) -> dict[str, Cell]:
-    first_id = number * CELL_IDS
+    cell = number * CELLS
     plan, logs = plan_of(system, machine, own_ports(6)), machine.state / "logs" / system
 
     def sent(requests: Sequence[TraceRequest], at_once_max: int) -> list[RequestDetail]:
@@ -83,11 +74,11 @@ def measure(machine: Machine, system: str, number: int) -> dict[str, Cell]:
 
     with running(plan, logs, progress) as start_s:
         base_url = plan.base_url
-        sent(fresh(STREAMS, STREAM_PROMPT_TOKENS, 8, first_id + CELL_IDS // 2), STREAMS)  # warm up
-        streams = sent(fresh(STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS, first_id), STREAMS)
-        asked = fresh(COLD, PROMPT_TOKENS, 1, first_id + CELL_IDS // 4)
+        sent(fresh(STREAMS, STREAM_PROMPT_TOKENS, 8, cell), STREAMS)  # warm up
+        streams = sent(fresh(STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS, cell + 1), STREAMS)
+        asked = fresh(COLD, PROMPT_TOKENS, 1, cell + 2)
         cold = sent(asked, 1)
-        warm = sent(begins_as(asked, WARM, first_id + CELL_IDS // 3), 1)
+        warm = sent(begins_as(asked, WARM, cell + 3), 1)
     tokens = sum(detail.output_tokens for detail in streams)
     row: dict[str, Cell] = {
         "round": number,

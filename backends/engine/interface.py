@@ -8,7 +8,7 @@ An `Engine` has no requests. The caller takes pages from the engine's `pages` an
 call of `forward` computes a step of prefill (many tokens of a sequence) and decode (one token).
 
 Not here: the batch of a step (batching.py), sampling (sampling.py), an engine that batches by
-itself (trtllm/engine.py).
+itself (connected/generation.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Work:
 
 
 class ServingEngine(Protocol):
-    """One model on its devices. Only TrtllmEngine does the batching itself."""
+    """One model on its devices. Engines of connected/ do the batching themselves."""
 
     layout: KvLayout  # layout of a block with all layers of the model
     layers: LayerRange  # layers in each page: all, or those of a pipeline stage
@@ -53,7 +53,7 @@ class ServingEngine(Protocol):
     tp_shape: str  # how tensor-parallel ranks divide KV; equal in workers that share KV
     pages: PagePool
     # uint8; page p is kv_pool[p * page_bytes : (p + 1) * page_bytes], see layout.PageLayout.
-    # On a GPU this is host memory: a pinned mirror of the pages, or TrtllmEngine's staging pool.
+    # On a GPU this is host memory: a pinned mirror of the pages, or a staging pool.
     kv_pool: NDArray[np.uint8]
 
     def import_pages(self, pages: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from backends.tensors import GRAMMAR, JSON_SCHEMA, STRUCTURAL_TAG, guide_name
 from backends.token_logprobs import NO_LOGPROBS, TOP_LOGPROBS_MAX
 
 SEED_MAX = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15  # distributes positions over all seeds
 TEMPERATURE_MAX = 100.0  # at 100, a logit larger by 10 makes a token only 1.1 times as likely
 PENALTY_MAX = 2.0  # absolute value of presence_penalty and frequency_penalty, as in OpenAI's API
 REPETITION_PENALTY_MIN = 0.01
@@ -82,6 +83,10 @@ class SamplingParams:
     def of_answer(self, index: int) -> SamplingParams:
         """The parameters of answer `index` of several: seed + index, modulo 2**64."""
         return replace(self, seed=(self.seed + index) & SEED_MAX) if index else self
+
+    def seed_at(self, position: int) -> int:
+        """The seed of an engine that draws by itself and begins after `position` output tokens."""
+        return (self.seed + position * GOLDEN) & SEED_MAX
 
     def problems(self, limits: SamplingLimits) -> list[str]:
         """One line for each violated limit; [] if the parameters are valid."""

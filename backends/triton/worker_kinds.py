@@ -51,10 +51,9 @@ def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: in
 def make_driver(role: str, model: str, repository: str, config: Any, *of_engine: Any) -> Any:
     """Load an engine and return its driver. `of_engine`: its own config, if it has one."""
     if config.engine in ENGINE_CONFIGS:
-        from backends.workers.connected import trtllm, vllm
+        from backends.workers.connected import engines
 
-        engines: Mapping[str, Any] = {"tensorrt_llm": trtllm, "vllm": vllm}
-        return engines[config.engine].make_driver(model, config, repository, *of_engine)
+        return engines.make_driver(model, config, repository, *of_engine)
     from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
 
     engine = load_engine(config, repository)

@@ -35,7 +35,7 @@ class KvIdentity:
 
     @classmethod
     def of_folder(cls, folder: Path) -> KvIdentity:
-        """`folder` was read by read_kv_shape before."""
+        """`folder` has a readable config.json."""
         config = read_json(folder / "config.json", [])
         there = [name for name in QUANTISATION_FILES if (folder / name).exists()]
         beside = {name: read_json(folder / name, []) for name in there}

@@ -101,31 +101,26 @@ class StageScheduler(ABC):
         self, llm_id: LlmId, token_ids: Sequence[int], salt: Salt, local_tokens: int
     ) -> int:
         """Tokens after the local ones that are loaded, in whole pages. One token is left over."""
+        tokens_per_block = self._tokens_per_block
         with self._lock:
             if llm_id in self._table.taken:
                 return 0  # asked again: the first promise counts
             entry = self._table.take(llm_id, token_ids, salt)
             if entry is None:
                 return 0
-            if self._plan(entry, local_tokens, len(token_ids)):
+            entry.local_tokens = local_tokens
+            if local_tokens % tokens_per_block:
+                return 0  # a load would write into a page that has tokens
+            entry.first_page = local_tokens // tokens_per_block
+            stop = min(entry.loaded_pages, (len(token_ids) - 1) // tokens_per_block)
+            entry.load_pages = max(0, stop - entry.first_page)
+            if entry.load_pages:
+                entry.is_load_due = True
                 self._due.append(entry)
                 if 0 < self._aside_pages_min <= entry.load_pages:
                     entry.is_aside = True
                     self._aside.add(llm_id)
-            return entry.load_pages * self._tokens_per_block
-
-    def _plan(self, entry: Entry, local_tokens: int, tokens: int) -> int:
-        """The pages that are loaded after the local tokens, of a request of `tokens` tokens."""
-        tokens_per_block = self._tokens_per_block
-        entry.local_tokens, entry.load_pages = local_tokens, 0
-        entry.is_load_due = False
-        if local_tokens % tokens_per_block:
-            return 0  # a load would write into a page that has tokens
-        entry.first_page = local_tokens // tokens_per_block
-        stop = min(entry.loaded_pages, (tokens - 1) // tokens_per_block)
-        entry.load_pages = max(0, stop - entry.first_page)
-        entry.is_load_due = bool(entry.load_pages)
-        return entry.load_pages
+            return entry.load_pages * tokens_per_block
 
     def is_aside(self, llm_id: LlmId) -> bool:
         """True if the promised load of this request runs beside the passes."""

@@ -6,10 +6,17 @@ Not here: the parameters of one engine (its folder), parameters of all workers (
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from backends.errors import ConfigError
+
+PREFILL_BATCH_MAX = 64  # prompts in a step; chunk_tokens bounds their tokens
+DECODE_STEP_TOKENS_MIN = 2048  # a step computes the last tokens of so many prompts
+# Option -> (its only allowed values, the reason).
+AllowedValues = Mapping[str, tuple[tuple[Any, ...], str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,37 @@ class EngineSpec:
     @property
     def pages_tokens(self) -> int:
         return self.kv_pages * self.block_tokens
+
+    @property
+    def step_requests_max(self) -> int:
+        """Most requests in a step."""
+        is_prefill = self.role == "prefill"
+        return min(PREFILL_BATCH_MAX, self.requests_max) if is_prefill else self.requests_max
+
+    @property
+    def step_tokens_max(self) -> int:
+        """Most tokens in a step."""
+        is_prefill = self.role == "prefill"
+        return self.chunk_tokens if is_prefill else max(DECODE_STEP_TOKENS_MIN, self.requests_max)
+
+
+def refuse(problems: Sequence[str]) -> None:
+    """Raises ConfigError with all of them, if there are any."""
+    if problems:
+        raise ConfigError("\n".join(f"  - {line}" for line in problems))
+
+
+def device_problems(gpus: str, tp_size: int, page_tokens: int) -> Iterator[str]:
+    """Mistakes in parameters that engines with ranks and pages have in common."""
+    devices = gpus.split(",") if gpus else []
+    if not all(device.strip().isdecimal() for device in devices):
+        yield f"gpus is {gpus!r}; use CUDA device numbers, 0 or 0,1 say"
+    if tp_size < 1:
+        yield f"tp_size is {tp_size}; use 1, or the number of GPUs"
+    elif devices and len(devices) != tp_size:
+        yield f"gpus names {len(devices)} devices, tp_size is {tp_size}"
+    if page_tokens < 1 or page_tokens & (page_tokens - 1):
+        yield f"page_tokens is {page_tokens}; use a power of two, 32 is usual"
 
 
 def page_problems(worker: Any, of_engine: Any) -> Iterator[str]:
@@ -60,6 +98,21 @@ def flat_options(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, value
         if isinstance(value, Mapping):
             yield from ((f"{name}.{inner}", each) for inner, each in value.items())
+
+
+def refused_options(
+    parameter: str, options: Mapping[str, Any], said_by: Mapping[str, str], only: AllowedValues
+) -> Iterator[str]:
+    """Options of `parameter` that another parameter sets (`said_by`), or that have a value that
+    `only` does not allow."""
+    for name, value in flat_options(options):
+        if name in said_by:
+            yield f"{parameter} sets {name}; that is said by {said_by[name]}"
+        elif name in only:
+            values, why = only[name]
+            if value not in values:
+                allowed = " or ".join(repr(each) for each in values)
+                yield f"{parameter} sets {name} to {value!r}; only {allowed}: {why}"
 
 
 def read_options(parameter: str, text: str, repository: str, found: list[str]) -> dict[str, Any]:

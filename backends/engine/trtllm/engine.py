@@ -22,7 +22,7 @@ from backends.engine.connected.channel import ConnectorHost, Listener
 from backends.engine.connected.engine_memory import EngineMemory
 from backends.engine.connected.generation import EngineRun, Order, Sink
 from backends.engine.connected.kv_identity import KvIdentity
-from backends.engine.connected.settings import EngineSpec, context_problems, read_options
+from backends.engine.connected.settings import EngineSpec, context_problems, read_options, refuse
 from backends.engine.model_config import CheckpointError
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm import kv_shape, llm_thread, package
@@ -126,8 +126,7 @@ class TrtllmEngine:
             Checkpoint.open(folder)
         except CheckpointError as error:
             found += error.problems
-        if found:
-            raise ConfigError("\n".join(f"  - {line}" for line in found))
+        refuse(found)
         return shape, options, kv_dtype
 
     def _check_pages(self, page_tokens: int) -> None:

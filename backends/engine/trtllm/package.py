@@ -186,8 +186,6 @@ def gpu_names() -> str:
 PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}
 OBJECT_CLASSES = dict(zip(OBJECTS, ("KvCacheConfig", "SchedulerConfig"), strict=True))
 NO_EVICT = "GUARANTEED_NO_EVICT"
-PREFILL_BATCH_MAX = 64  # prompts in a step; chunk_tokens bounds their tokens
-DECODE_STEP_TOKENS_MIN = 2048  # a step computes the last tokens of so many prompts
 
 
 def llm_arguments(
@@ -257,7 +255,7 @@ def _kv_cache(spec: EngineSpec, config: TrtllmConfig) -> dict[str, Any]:
         "tokens_per_block": config.page_tokens,
         **({} if spec.kv_dtype == "auto" else {"dtype": spec.kv_dtype}),
         # One page more for each request, for the step that is scheduled early.
-        "max_tokens": spec.pages_tokens + _batch(spec)["max_batch_size"] * config.page_tokens,
+        "max_tokens": spec.pages_tokens + spec.step_requests_max * config.page_tokens,
         "free_gpu_memory_fraction": config.gpu_memory_fraction,
         # Explicit, because defaults have changed between releases.
         **(PAGES_OF_ITS_OWN if config.is_connected(spec.role) else {}),
@@ -280,14 +278,7 @@ def _asked_dtype(
 
 def _batch(spec: EngineSpec) -> dict[str, Any]:
     """The limits of a step. Prefill computes one step after the other, without CUDA graphs."""
+    limits = {"max_batch_size": spec.step_requests_max, "max_num_tokens": spec.step_tokens_max}
     if spec.role == "prefill":
-        return {
-            "max_batch_size": min(PREFILL_BATCH_MAX, spec.requests_max),
-            "max_num_tokens": spec.chunk_tokens,
-            "cuda_graph_config": None,
-            "disable_overlap_scheduler": True,
-        }
-    return {
-        "max_batch_size": spec.requests_max,
-        "max_num_tokens": max(DECODE_STEP_TOKENS_MIN, spec.requests_max),
-    }
+        return {**limits, "cuda_graph_config": None, "disable_overlap_scheduler": True}
+    return limits

@@ -26,12 +26,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from backends.engine.sampling_params import SEED_MAX, SamplingParams
+from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm.package import accepted
 from backends.engine.trtllm.settings import GUIDED_BACKEND
 from backends.errors import InvalidRequest
 
-GOLDEN = 0x9E3779B97F4A7C15  # distributes positions over all seeds
 NEVER = -1  # the id of no token
 
 
@@ -86,7 +85,7 @@ def llm_sampling(
     else:
         wanted |= {name: getattr(params, name) for name in ("temperature", "top_k", "top_p")}
         if sampler.heeds("seed"):
-            wanted["seed"] = (params.seed + position * GOLDEN) & SEED_MAX
+            wanted["seed"] = params.seed_at(position)
         if params.min_p:
             wanted["min_p"] = params.min_p
     known = accepted(cls)

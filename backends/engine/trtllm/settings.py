@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from backends.engine.connected.settings import flat_options
+from backends.engine.connected.settings import AllowedValues, device_problems, refused_options
 
 HANDOFFS = ("store", "native")
 TRANSCEIVERS = ("DEFAULT", "NIXL", "UCX", "MOONCAKE", "MPI")
@@ -43,8 +43,7 @@ SAID_ELSEWHERE = {
 OBJECTS = ("kv_cache_config", "scheduler_config")  # their keys are merged with ours
 
 
-# Option of tensorrt_llm.LLM -> (its only allowed values, the reason).
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+ONLY: AllowedValues = {
     "backend": (("pytorch",), "connectors exist in the PyTorch backend only"),
     "pipeline_parallel_size": ((1,), "the connector is not implemented for pipeline stages"),
     "context_parallel_size": ((1,), "the connector is not implemented for context parallelism"),
@@ -110,15 +109,7 @@ class TrtllmConfig:
         return role == "prefill" or self.handoff == "store"
 
     def problems(self) -> Iterator[str]:
-        devices = self.gpus.split(",") if self.gpus else []
-        if not all(device.strip().isdecimal() for device in devices):
-            yield f"gpus is {self.gpus!r}; use CUDA device numbers, 0 or 0,1 say"
-        if self.tp_size < 1:
-            yield f"tp_size is {self.tp_size}; use 1, or the number of GPUs"
-        elif devices and len(devices) != self.tp_size:
-            yield f"gpus names {len(devices)} devices, tp_size is {self.tp_size}"
-        if self.page_tokens < 1 or self.page_tokens & (self.page_tokens - 1):
-            yield f"page_tokens is {self.page_tokens}; use a power of two, 32 is usual"
+        yield from device_problems(self.gpus, self.tp_size, self.page_tokens)
         if not 0.0 < self.gpu_memory_fraction < 1.0:
             yield f"gpu_memory_fraction is {self.gpu_memory_fraction}; use 0.9, say"
         if self.aside_load_mib < 0:
@@ -131,13 +122,8 @@ class TrtllmConfig:
 
 def option_problems(options: Mapping[str, Any], is_connected: bool) -> Iterator[str]:
     """Refused `llm_options`; `is_connected`: KV comes from and goes to the store."""
-    for name, value in flat_options(options):
-        if name in SAID_ELSEWHERE:
-            yield f"llm_options sets {name}; that is said by {SAID_ELSEWHERE[name]}"
-        elif name in (*OBJECTS, "model_kwargs") and not isinstance(value, Mapping):
-            yield f"llm_options sets {name} to {value!r}; it must be a JSON object"
-        elif name in ONLY and (is_connected or name == "backend"):
-            values, why = ONLY[name]
-            if value not in values:
-                allowed = " or ".join(repr(each) for each in values)
-                yield f"llm_options sets {name} to {value!r}; only {allowed}: {why}"
+    only = ONLY if is_connected else {"backend": ONLY["backend"]}
+    yield from refused_options("llm_options", options, SAID_ELSEWHERE, only)
+    for name in (*OBJECTS, "model_kwargs"):
+        if name in options and not isinstance(options[name], Mapping):
+            yield f"llm_options sets {name} to {options[name]!r}; it must be a JSON object"

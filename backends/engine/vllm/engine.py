@@ -24,7 +24,7 @@ from backends.engine.connected.channel import ConnectorHost, Listener
 from backends.engine.connected.engine_memory import EngineMemory, ipc_address
 from backends.engine.connected.generation import EngineRun, Order, Sink
 from backends.engine.connected.kv_identity import KvIdentity, canonical
-from backends.engine.connected.settings import EngineSpec, context_problems, read_options
+from backends.engine.connected.settings import EngineSpec, context_problems, read_options, refuse
 from backends.engine.interpreter import VLLM_SUPPORTED, engine_interpreter, interpreter_problem
 from backends.engine.model_config import CheckpointError, read_config
 from backends.engine.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ class VllmEngine:
             _check_platform(kv, device)
             self._describe(kv, spec.block_tokens, folder, options)
             spec = replace(spec, kv_pages=pages_max(self.layout.block_bytes))
-            _check_context(spec, kv, folder)
+            refuse(list(context_problems(spec, kv.context_tokens_max, folder.name)))
             self.context_tokens_max = min(kv.context_tokens_max, spec.pages_tokens)
             self.max_seq_len = spec.context_tokens_max or self.context_tokens_max
             self.pages = PagePool(spec.kv_pages)
@@ -199,8 +199,7 @@ def _checked(
     python = engine_interpreter(config.engine_python, repository)
     if problem := interpreter_problem(python):
         found.append(problem)
-    if found:
-        raise ConfigError("\n".join(f"  - {line}" for line in found))
+    refuse(found)
     return options, tuple(each for each in eos_values if isinstance(each, int))
 
 
@@ -214,14 +213,7 @@ def _check_platform(kv: m.DescribedKv, device: str) -> None:
             f"device is {device}, but this vLLM computes on {kv.platform}: set device to that; "
             "gpus chooses devices"
         )
-    if found:
-        raise ConfigError("\n".join(f"  - {line}" for line in found))
-
-
-def _check_context(spec: EngineSpec, kv: m.DescribedKv, folder: Path) -> None:
-    found = list(context_problems(spec, kv.context_tokens_max, folder.name))
-    if found:
-        raise ConfigError("\n".join(f"  - {line}" for line in found))
+    refuse(found)
 
 
 def _sizes(spec: EngineSpec, layout: KvLayout, page_tokens: int, tokens_max: int) -> dict[str, Any]:

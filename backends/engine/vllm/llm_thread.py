@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from backends.engine.connected.channel import MESSAGES_MAX
 from backends.engine.connected.generation import Order, Outcome, Sink
 from backends.engine.vllm import messages as m
 from backends.errors import ConfigError, InvalidRequest, WorkerUnavailable
@@ -36,7 +37,6 @@ from mooncake_store.wire.mailbox import Inbox, Outbox
 log = logging.getLogger(__name__)
 PROJECT = Path(__file__).resolve().parents[3]
 MODULE = "backends.engine.vllm.process"
-MESSAGES_MAX = 100_000
 POLL_S = 0.2  # the end of the process is noticed at most so late
 EXIT_S_MAX = 10.0
 TRACKERS_S_MAX = 5.0
@@ -137,8 +137,7 @@ class VllmThread:
         """Run `action` in the thread, after the reports that have arrived."""
         self._actions.put(action)
 
-    def soon(self, action: Callable[[], None]) -> None:
-        self._actions.put(action)
+    soon = post
 
     def close(self) -> None:
         """End vLLM's processes, then this thread."""

@@ -34,7 +34,6 @@ class Generate(msgspec.Struct, tag="generate", frozen=True):
     token_ids: bytes  # little-endian uint32
     sampling: dict[str, Any]  # of vLLM's SamplingParams
     cache_salt: str = ""
-    given_tokens: int = 0  # tokens at the end of the prompt that belong to the answer
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):

@@ -15,11 +15,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
+from backends.engine.connected.channel import MESSAGES_MAX
 from backends.engine.vllm.messages import (
     OWN,
     Abort,
@@ -39,7 +40,6 @@ from mooncake_store.block_keys import unpacked_tokens
 from mooncake_store.wire.mailbox import Inbox, Outbox
 
 log = logging.getLogger(__name__)
-MESSAGES_MAX = 100_000
 WATCH_S = 0.2
 GOODBYE_S_MAX = 8.0  # for vLLM's own shutdown
 
@@ -136,13 +136,14 @@ class EngineProcess:
             if isinstance(message, Begin):
                 self._start(message)
             elif isinstance(message, Generate):
-                task = self._loop.create_task(self._generate(message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(self._generate(message))
             elif isinstance(message, Abort):
-                task = self._loop.create_task(self._llm.abort(str(message.number)))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(self._llm.abort(str(message.number)))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # asyncio itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
 
     def _start(self, begin: Begin) -> None:
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -159,7 +160,7 @@ class EngineProcess:
             self.fail(error)
         else:
             self.send(Started())
-            self._watching = self._loop.create_task(self._watch())
+            self._begin(self._watch())
 
     async def _watch(self) -> None:
         """vLLM reports the death of its EngineCore to generations only, and there may be none."""

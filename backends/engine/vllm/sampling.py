@@ -16,8 +16,7 @@ from backends.engine.sampling_params import SamplingParams
 from backends.errors import InvalidRequest
 from backends.tensors import STRUCTURAL_TAG, guide_name
 
-GOLDEN = 0x9E3779B97F4A7C15  # distributes positions over all seeds
-SEED_MAX = 2**63 - 1  # a signed 64-bit integer of vLLM
+VLLM_SEED_MAX = 2**63 - 1  # a signed 64-bit integer of vLLM
 
 
 def vllm_sampling(params: SamplingParams, position: int, tokens: int) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def vllm_sampling(params: SamplingParams, position: int, tokens: int) -> dict[st
         keywords["logit_bias"] = dict(params.logit_bias)
     if not params.is_greedy:
         keywords |= {name: getattr(params, name) for name in ("top_k", "top_p", "min_p")}
-        keywords["seed"] = (params.seed + position * GOLDEN) & SEED_MAX
+        keywords["seed"] = params.seed_at(position) & VLLM_SEED_MAX
     return keywords
 
 

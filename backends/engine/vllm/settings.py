@@ -14,7 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from backends.engine.connected.settings import EngineSpec, flat_options
+from backends.engine.connected.settings import (
+    AllowedValues,
+    EngineSpec,
+    device_problems,
+    refused_options,
+)
 
 # Options that another parameter of config.pbtxt sets.
 SAID_ELSEWHERE = {
@@ -34,8 +39,7 @@ SAID_ELSEWHERE = {
     "disable_log_stats": "nothing: the conductor needs them",
 }
 
-# Option -> (its only allowed values, the reason).
-ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+ONLY: AllowedValues = {
     "pipeline_parallel_size": ((1,), "the connector is not implemented for pipeline stages"),
     "data_parallel_size": ((1,), "each worker has one engine: copy the worker's folder instead"),
     "decode_context_parallel_size": ((1,), "a rank would have a part of each page's tokens"),
@@ -54,8 +58,8 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 # Options that decide when a step runs, or what is counted or shown; not what is computed.
 HARMLESS_OPTIONS = frozenset({
     "enforce_eager", "gpu_memory_utilization", "scheduling_policy", "async_scheduling",
-    "max_num_partial_prefills", "long_prefill_token_threshold", "watermark", "log_level",
-    "disable_uvicorn_access_log", "enable_log_requests", "scheduler_reserve_full_isl",
+    "long_prefill_token_threshold", "watermark", "log_level",
+    "enable_log_requests", "scheduler_reserve_full_isl",
     "cudagraph_capture_sizes", "max_cudagraph_capture_size", "max_logprobs", "seed",
     "skip_tokenizer_init", "tokenizer", "tokenizer_mode", "use_tqdm_on_load", "load_format",
     "safetensors_load_strategy", "download_dir", "shutdown_timeout", "stream_interval",
@@ -68,8 +72,6 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
-PREFILL_BATCH_MAX = 64  # prompts in a step; chunk_tokens bounds their tokens
-DECODE_STEP_TOKENS_MIN = 2048  # a step computes the last tokens of so many prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +87,12 @@ class VllmConfig:
     vllm_options: str = ""  # a JSON file, or an object: further arguments of AsyncEngineArgs
 
     def problems(self) -> Iterator[str]:
-        devices = self.gpus.split(",") if self.gpus else []
-        if not all(device.strip().isdecimal() for device in devices):
-            yield f"gpus is {self.gpus!r}; use CUDA device numbers, 0 or 0,1 say"
-        if self.tp_size < 1:
-            yield f"tp_size is {self.tp_size}; use 1, or the number of GPUs"
-        elif devices and len(devices) != self.tp_size:
-            yield f"gpus names {len(devices)} devices, tp_size is {self.tp_size}"
-        if self.page_tokens < 1 or self.page_tokens & (self.page_tokens - 1):
-            yield f"page_tokens is {self.page_tokens}; use a power of two, 32 is usual"
+        return device_problems(self.gpus, self.tp_size, self.page_tokens)
 
 
 def option_problems(options: Mapping[str, Any]) -> Iterator[str]:
     """Refused `vllm_options`."""
-    for name, value in flat_options(options):
-        if name in SAID_ELSEWHERE:
-            yield f"vllm_options sets {name}; that is said by {SAID_ELSEWHERE[name]}"
-        elif name in ONLY:
-            values, why = ONLY[name]
-            if value not in values:
-                allowed = " or ".join(repr(each) for each in values)
-                yield f"vllm_options sets {name} to {value!r}; only {allowed}: {why}"
+    return refused_options("vllm_options", options, SAID_ELSEWHERE, ONLY)
 
 
 def options_that_reach_kv(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,17 +105,14 @@ def first_arguments(
     spec: EngineSpec, config: VllmConfig, folder: Path, options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Arguments that depend on the settings alone."""
-    is_prefill = spec.role == "prefill"
-    seqs = min(PREFILL_BATCH_MAX, spec.requests_max) if is_prefill else spec.requests_max
-    tokens = spec.chunk_tokens if is_prefill else DECODE_STEP_TOKENS_MIN
     return {
         "model": str(folder),
         "dtype": spec.dtype,
         "kv_cache_dtype": spec.kv_dtype,
         "tensor_parallel_size": config.tp_size,
         "block_size": config.page_tokens,
-        "max_num_seqs": seqs,
-        "max_num_batched_tokens": max(tokens, seqs),
+        "max_num_seqs": spec.step_requests_max,
+        "max_num_batched_tokens": max(spec.step_tokens_max, spec.step_requests_max),
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
         "disable_hybrid_kv_cache_manager": True,

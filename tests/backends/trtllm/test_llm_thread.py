@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from backends.engine.connected.generation import Order, Outcome
-from backends.engine.sampling_params import SamplingParams
+from backends.engine.sampling_params import GOLDEN, SamplingParams
 from backends.engine.trtllm import llm_thread, package
 from backends.engine.trtllm.llm_thread import LlmThread
 from backends.engine.trtllm.package import PackageProblem, llm_arguments
-from backends.engine.trtllm.sampling import GOLDEN, Sampler, llm_sampling
+from backends.engine.trtllm.sampling import Sampler, llm_sampling
 from backends.engine.trtllm.settings import OBJECTS, TrtllmConfig
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import InvalidRequest, WorkerUnavailable

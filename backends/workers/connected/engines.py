@@ -1,26 +1,34 @@
-"""Workers on TensorRT-LLM: makes the drivers of workers/connected/ with its engine."""
+"""Makes the driver of a worker on TensorRT-LLM or on vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.engine.connected.channel import Listener
+from backends.engine.connected.generation import ConnectedEngine
 from backends.engine.connected.settings import EngineSpec
 from backends.engine.model_config import CheckpointError
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
 from backends.engine.trtllm.settings import TrtllmConfig
+from backends.engine.vllm.engine import VllmEngine
+from backends.engine.vllm.settings import VllmConfig
 from backends.errors import ConfigError
 from backends.workers.connected.decode import ConnectedDecode
 from backends.workers.connected.prefill import ConnectedPrefill
 
 
 def make_driver(
-    worker_id: str, worker: PrefillConfig | DecodeConfig, repository: str, config: TrtllmConfig
+    worker_id: str,
+    worker: PrefillConfig | DecodeConfig,
+    repository: str,
+    config: TrtllmConfig | VllmConfig,
 ) -> ConnectedPrefill | ConnectedDecode:
-    """Load the engine and return its driver. Raises ConfigError. Real weights take minutes."""
+    """Load the engine of `config`, return its driver. Raises ConfigError. Real weights take
+    minutes."""
     is_prefill = isinstance(worker, PrefillConfig)
     folder = checkpoint_folder(worker.checkpoint, repository)
     spec = EngineSpec(
@@ -28,14 +36,20 @@ def make_driver(
         dtype=worker.dtype,
         kv_dtype=worker.kv_dtype,
         block_tokens=worker.block_tokens,
-        kv_pages=_kv_pages(worker, config, folder),
+        kv_pages=worker.kv_pages,
         context_tokens_max=worker.context_tokens_max,
         requests_max=worker.queue_requests_max if is_prefill else worker.slots,
         chunk_tokens=worker.chunk_tokens if is_prefill else 0,
     )
 
-    def make_engine(listener: Listener, on_step: Callable[[float], None]) -> TrtllmEngine:
-        return TrtllmEngine(worker_id, spec, config, folder, repository, listener, on_step)
+    def make_engine(listener: Listener, on_step: Callable[[float], None]) -> ConnectedEngine:
+        if isinstance(config, VllmConfig):  # it describes its KV by itself
+            return VllmEngine(
+                worker_id, spec, config, folder, repository, worker.threads, worker.device,
+                worker.pages_max, listener, on_step,
+            )  # fmt: skip
+        of_pages = replace(spec, kv_pages=_kv_pages(worker, config, folder))
+        return TrtllmEngine(worker_id, of_pages, config, folder, repository, listener, on_step)
 
     if isinstance(worker, PrefillConfig):
         return ConnectedPrefill(worker, make_engine)
