@@ -20,9 +20,10 @@ from backends.triton import triton_io
 from backends.workers.protocol import inbox_address, open_outbox
 from conductor.config import ConductorConfig
 
-# Longest wait until one prefill and one decode worker have registered. After this time the model
-# becomes READY without them, and rejects requests until both have registered.
-PAIR_WAIT_S = 60.0
+# Longest wait until one prefill and one decode worker have registered: engines load weights, and
+# compile. After this time the model becomes READY without them, and rejects requests until both
+# have registered.
+PAIR_WAIT_S = 1800.0
 
 
 class TritonPythonModel:

@@ -6,7 +6,10 @@ Runs in the process of vLLM only.
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -23,8 +26,19 @@ def engine_config(arguments: Mapping[str, Any]) -> Any:
     values = dict(arguments)
     if connector := values.get("kv_transfer_config"):
         values["kv_transfer_config"] = KVTransferConfig(**connector)
+    if current_platform.is_cpu():
+        preload_openmp()
     if current_platform.is_cpu() and values.get("tensor_parallel_size", 1) == 1:
         # One rank computes in the EngineCore. By default vLLM gives it a process on CPUs, to set
         # its threads, which ours sets by itself. Such a process spins for a second after a step.
         values["distributed_executor_backend"] = UniProcExecutor
     return AsyncEngineArgs(**values).create_engine_config()
+
+
+def preload_openmp() -> None:
+    """Let vLLM's next processes load Intel's OpenMP, as its log advises. Otherwise vLLM takes that
+    of torch, whose threads may share one core."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    loaded = os.environ.get("LD_PRELOAD", "")
+    if library.exists() and "omp" not in loaded:
+        os.environ["LD_PRELOAD"] = f"{loaded}:{library}" if loaded else str(library)
