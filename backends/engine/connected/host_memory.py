@@ -63,6 +63,26 @@ class StagingPool:
             self.path.unlink()
 
 
+def make_pool(path: Path, size_bytes: int) -> None:
+    """Make a pool of this name; nothing if there is one. Processes may call this at once. Raises
+    PoolProblem."""
+    if path.exists():
+        return
+    file, unnamed = tempfile.mkstemp(prefix=f"{path.name}-", dir=path.parent)
+    try:
+        os.posix_fallocate(file, 0, size_bytes)
+        with contextlib.suppress(FileExistsError):
+            os.link(unnamed, path)  # at once, and only if there is none
+    except OSError as error:
+        raise PoolProblem(
+            f"the staging pool needs {size_bytes / 2**20:,.0f} MiB in {path.parent}: "
+            f"{error.strerror}. Lower pool_bytes, or enlarge it (docker: --shm-size)"
+        ) from error
+    finally:
+        os.unlink(unnamed)
+        os.close(file)
+
+
 def _remove_dead(prefix: str) -> None:
     """Remove the pools of killed processes; `prefix` and the process id begin a file's name."""
     for path in SHM.glob(f"{prefix}*"):

@@ -40,7 +40,7 @@ from backends.engine.connected.block_pages import LlmId, Orders
 from backends.engine.connected.channel import SCHEDULER, ConnectorLink, rank_name
 from backends.engine.connected.rank_copies import RankCopies, register
 from backends.engine.vllm.pages import block_pages, bytes_of, layers_of
-from backends.engine.vllm.scheduler import PinnedPages, StepData, VllmScheduler
+from backends.engine.vllm.scheduler import NAME, PinnedPages, StepData, VllmScheduler
 
 log = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
@@ -87,18 +87,21 @@ class VllmPages:
 
 
 class MooncakeConnector(KVConnectorBase_V1):
+    has_worker = True  # the process that started vLLM is our worker's; vLLM ends with it
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._tp_size: int = vllm_config.parallel_config.tensor_parallel_size
         self._page_tokens: int = vllm_config.cache_config.block_size
         self._blocks: int = kv_cache_config.num_blocks
-        self._site = m.Site.from_environment(dict(os.environ))
+        self._site = self._find_site()
         self._pinned: PinnedPages | None = None
         self._copies: RankCopies | None = None
         self._started: list[LlmId] = []  # loads that were ordered in this step
         self._rank = 0
         name = SCHEDULER
-        die_with_parent()
+        if self.has_worker:
+            die_with_parent()
         if role == KVConnectorRole.SCHEDULER:
             groups = len(kv_cache_config.kv_cache_groups)
             assert groups == 1, f"vLLM has {groups} KV cache groups; the connector has one"
@@ -114,6 +117,9 @@ class MooncakeConnector(KVConnectorBase_V1):
             name = rank_name(self._rank)
         self._link = ConnectorLink(self._site.channel, name, self._on_message)
 
+    def _find_site(self) -> m.Site:
+        return m.Site.from_environment(dict(os.environ))
+
     # -- the scheduler's process
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -125,7 +131,8 @@ class MooncakeConnector(KVConnectorBase_V1):
         with self._saying_why():
             if request.mm_features:
                 return 0, False
-            tokens = self._scheduler.match(request, num_computed_tokens)
+            name = (request.kv_transfer_params or {}).get(NAME)
+            tokens = self._scheduler.match(request, num_computed_tokens, name)
             return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

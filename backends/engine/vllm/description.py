@@ -2,14 +2,17 @@
 
 vLLM is asked instead of reading config.json, so that each of its model families is described as it
 runs. Everything that changes the bytes of a page is in `pages_id`, a part of the fingerprint:
-vLLM's version, platform, attention backend, instruction set, page size and dtype. On a CPU the
-order of KV inside a page depends on the instruction set.
+vLLM's version, platform, attention backend, instruction set, page size and dtype. It also has
+config.json as vLLM uses it, with overrides. On a CPU the order of KV inside a page depends on the instruction
+set.
 
 Runs in the process of vLLM only.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from typing import Any
 
@@ -17,6 +20,7 @@ import vllm
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
+from backends.engine.connected.kv_identity import canonical, without_harmless_keys
 from backends.engine.vllm.messages import DescribedKv
 
 log = logging.getLogger(__name__)
@@ -59,7 +63,16 @@ def _parts(config: Any, dtype: str, cache_dtype: str) -> list[str]:
         parts.append(_get_attn_isa(model.dtype, block_tokens, head_dim, cache_dtype))
     if model.quantization:
         parts.append(str(model.quantization))
+    if config.load_config.load_format == "dummy":  # random weights
+        parts.append(f"dummy{model.seed}")
+    parts.append(_hashed(model.hf_config))
     return parts
+
+
+def _hashed(hf_config: Any) -> str:
+    """config.json as vLLM uses it, with the overrides of its arguments."""
+    text = canonical(without_harmless_keys(json.loads(hf_config.to_json_string(use_diff=False))))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _backend(config: Any) -> str:

@@ -23,21 +23,15 @@ from backends.engine.checkpoint import Checkpoint
 from backends.engine.connected.channel import ConnectorHost, Listener
 from backends.engine.connected.engine_memory import EngineMemory, ipc_address
 from backends.engine.connected.generation import EngineRun, Order, Sink
-from backends.engine.connected.kv_identity import KvIdentity, canonical
 from backends.engine.connected.settings import EngineSpec, context_problems, read_options, refuse
 from backends.engine.interpreter import VLLM_SUPPORTED, engine_interpreter, interpreter_problem
 from backends.engine.model_config import CheckpointError, read_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.vllm import messages as m
+from backends.engine.vllm.kv_form import kv_form
 from backends.engine.vllm.llm_thread import VllmThread
 from backends.engine.vllm.sampling import vllm_sampling
-from backends.engine.vllm.settings import (
-    VllmConfig,
-    environment,
-    first_arguments,
-    option_problems,
-    options_that_reach_kv,
-)
+from backends.engine.vllm.settings import VllmConfig, environment, first_arguments, option_problems
 from backends.errors import ConfigError
 from mooncake_store.layout import KvLayout, LayerRange
 
@@ -103,22 +97,10 @@ class VllmEngine:
     def _describe(
         self, kv: m.DescribedKv, block_tokens: int, folder: Path, options: Mapping[str, Any]
     ) -> None:
-        if block_tokens % kv.page_tokens:
-            raise ConfigError(
-                f"vLLM has pages of {kv.page_tokens} tokens for this model and platform; "
-                f"block_tokens ({block_tokens}) must be a multiple of that"
-            )
-        heads = max(kv.kv_heads, self.config.tp_size) if not kv.is_latent else 1
-        factor = 1 if kv.is_latent else 2
-        self.layout = KvLayout(
-            kv.layers, heads, kv.head_dim, kv.kv_dtype, block_tokens, kv_factor=factor
-        )
+        form = kv_form(kv, self.config.tp_size, block_tokens, folder, options)
+        self.layout, self.model_id, self.weights_id, self.tp_shape = form
         self.layers = LayerRange(0, kv.layers)
         self.vocabulary_tokens = kv.vocabulary_tokens
-        self.model_id = f"{kv.architecture}-{kv.layers}x{kv.hidden}-v{kv.vocabulary_tokens}"
-        self.weights_id = Checkpoint.open(folder).weights_id(KvIdentity.of_folder(folder))
-        reaching = options_that_reach_kv(options)
-        self.tp_shape = kv.pages_id + (f"-{canonical(reaching)}" if reaching else "")
         self.hardware = f"vllm {kv.version}, tp {self.config.tp_size}, {kv.platform}"
         if kv.windows:
             log.warning(

@@ -8,7 +8,7 @@ its places away. What a preempted request lacks is then computed.
 vLLM frees the pages of a request when it ends or is preempted. A page that is being saved must not
 be written meanwhile, so it is *pinned*: counted as used once more until every rank has saved it.
 
-A request carries the worker's name for it (`NAME` in its kv_transfer_params). Pure.
+A worker's request carries the name of its stage (`NAME` in its kv_transfer_params). Pure.
 
 Not here: vLLM's classes (connector.py), staged prompts (../connected/scheduler.py).
 """
@@ -98,9 +98,9 @@ class VllmScheduler(StageScheduler):
         self._can_continue = can_continue
         self._asked: list[Entry] = []  # planned in this step
 
-    def match(self, request: Any, local_tokens: int) -> int:
-        """Tokens after the local ones that can be loaded. Asked again, it plans again."""
-        name = (request.kv_transfer_params or {}).get(NAME)
+    def match(self, request: Any, local_tokens: int, name: str | None) -> int:
+        """Tokens after the local ones that can be loaded. Asked again, it plans again. `name`: of
+        the stage."""
         if name is None:
             return 0
         llm_id, table = request.request_id, self._table

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from backends.engine.connected import messages as m
-from backends.engine.vllm.scheduler import NAME, NULL_PAGE, StepData, VllmScheduler
+from backends.engine.vllm.scheduler import NULL_PAGE, StepData, VllmScheduler
 from mooncake_store.layout import blocks_touched
 
 PAGE, BLOCK = 4, 16  # tokens
@@ -35,7 +35,7 @@ class Scheduled:
         self.scheduler.on_message(m.Unstage(name))
 
     def match(self, name: str | None, tokens: int, local: int = 0) -> int:
-        return self.scheduler.match(request_of(name, tokens), local)
+        return self.scheduler.match(request_of(name, tokens), local, name)
 
     def promise(self, name: str, tokens: int, local: int = 0, ids: list[int] = IDS) -> int:
         """As vLLM does if it has pages."""
@@ -52,10 +52,7 @@ class Scheduled:
 
 
 def request_of(name: str | None, tokens: int) -> Any:
-    params = None if name is None else {NAME: name}
-    return SimpleNamespace(
-        request_id=f"{name}-x", kv_transfer_params=params, num_prompt_tokens=tokens
-    )
+    return SimpleNamespace(request_id=f"{name}-x", num_prompt_tokens=tokens)
 
 
 def pages_of(moves: list[Any]) -> list[tuple[int, list[int]]]:

@@ -1,0 +1,265 @@
+"""Prefixes of plain vLLM servers in a real store, without vLLM: what is loaded, saved and freed."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from backends.engine.connected.messages import Stage
+from backends.engine.vllm.shared_prefixes import SharedPrefixes, SharingSettings
+from mooncake_store.client.client import StoreClient
+from tests.e2e.server import wait_until
+from tests.mooncake_store.processes import SiteProcesses
+
+pytestmark = pytest.mark.servers
+
+BLOCK, BLOCK_BYTES = 16, 4096  # tokens, bytes
+POOL_BLOCKS = 8
+
+
+class Sharing:
+    """A server's scheduler, without its engine: `fill` is a pass that saves."""
+
+    def __init__(self, address: str, name: str = "print", **settings: float) -> None:
+        self.client = StoreClient(address, "a")
+        self.pool = np.zeros(POOL_BLOCKS * BLOCK_BYTES, np.uint8)
+        self.client.register(self.pool)
+        self.stages: dict[str, Stage] = {}
+        self.prefixes = SharedPrefixes(
+            SharingSettings(block_tokens=BLOCK, **settings),  # type: ignore[arg-type]
+            self.client,
+            name,
+            self.pool,
+            BLOCK_BYTES,
+            self.take,
+        )
+        self.prefixes.connect(self)
+
+    def take(self, stage: Stage) -> str:
+        self.stages[stage.request_id] = stage
+        return ""
+
+    def unstage(self, request_id: str, timeout_s: float) -> Future[None]:
+        del self.stages[request_id]
+        over: Future[None] = Future()
+        over.set_result(None)
+        return over
+
+    def ask(self, name: str, prompt: Sequence[int], salt: str = "", local: int = 0) -> bool:
+        found: list[bool] = []
+
+        def is_known() -> bool:
+            answer = self.prefixes.ask(name, prompt, salt, local)
+            found.extend([] if answer is None else [answer])
+            return answer is not None
+
+        wait_until(is_known, "the prefix to be read")
+        self.prefixes.check()
+        return found[0]
+
+    def loaded(self, name: str, prompt: Sequence[int], salt: str = "", local: int = 0) -> bytes:
+        """The blocks that were found, from those on that vLLM does not have."""
+        assert self.ask(name, prompt, salt, local)
+        stage = self.stages[name]
+        blocks = range(local // BLOCK, stage.loaded_tokens // BLOCK)
+        return b"".join(self.page(stage.places[block]).tobytes() for block in blocks)
+
+    def page(self, place: int) -> np.ndarray:
+        return self.pool[place : place + BLOCK_BYTES]
+
+    def fill(self, name: str, chance: random.Random) -> bytes:
+        """Save all blocks that are not loaded; their bytes."""
+        stage = self.stages[name]
+        saved = b""
+        for block, place in enumerate(stage.places):
+            if block * BLOCK >= stage.loaded_tokens:
+                self.page(place)[:] = np.frombuffer(chance.randbytes(BLOCK_BYTES), np.uint8)
+                saved += self.page(place).tobytes()
+            self.prefixes.saved(name, (block + 1) * BLOCK)
+        return saved
+
+    def end(self, *names: str) -> None:
+        for name in names:
+            self.prefixes.finished(name)
+        wait_until(lambda: self.prefixes.used_pages == 0, "the pages to be free")
+        self.prefixes.check()
+
+    def close(self) -> None:
+        self.prefixes.close()
+        self.client.close()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteProcesses]:
+    made = SiteProcesses(tmp_path_factory.mktemp("site"))
+    made.node("a", 32)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def two(site: SiteProcesses) -> Iterator[tuple[Sharing, Sharing]]:
+    name = secrets.token_hex(4)  # nothing of another test is found
+    made = Sharing(site.address, name), Sharing(site.address, name)
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def chance(seed: int, request: pytest.FixtureRequest) -> random.Random:
+    """In each test of this module other bytes, because they share a node."""
+    return random.Random(f"{seed} {request.node.name}")
+
+
+def prompt_of(tokens: int, chance: random.Random) -> list[int]:
+    return [chance.randrange(50_000) for _ in range(tokens)]
+
+
+def test_a_block_that_one_server_saved_is_loaded_by_the_other(
+    two: tuple[Sharing, Sharing], chance: random.Random
+) -> None:
+    first, second = two
+    prompt = prompt_of(3 * BLOCK + 5, chance)
+    assert first.loaded("1", prompt) == b""
+    saved = first.fill("1", chance)
+    first.end("1")
+    assert len(saved) == 3 * BLOCK_BYTES
+    assert second.loaded("2", prompt) == saved
+    longer = prompt[: 2 * BLOCK] + prompt_of(BLOCK, chance)
+    assert second.loaded("3", longer) == saved[: 2 * BLOCK_BYTES]
+    second.end("2", "3")
+
+
+def test_prompts_of_another_salt_or_fingerprint_share_nothing(
+    two: tuple[Sharing, Sharing], site: SiteProcesses, chance: random.Random
+) -> None:
+    first, second = two
+    prompt = prompt_of(BLOCK, chance)
+    first.ask("1", prompt)
+    first.fill("1", chance)
+    first.end("1")
+    assert second.loaded("2", prompt, salt="tenant") == b""
+    other = Sharing(site.address, "another fingerprint")
+    assert other.loaded("3", prompt) == b""
+    other.close()
+
+
+def test_blocks_that_vllm_has_are_not_read_again_and_are_needed_until_the_end(
+    two: tuple[Sharing, Sharing], chance: random.Random
+) -> None:
+    first, second = two
+    prompt = prompt_of(3 * BLOCK, chance)
+    first.ask("1", prompt)
+    saved = first.fill("1", chance)
+    first.end("1")
+    assert second.loaded("2", prompt, local=BLOCK) == saved[BLOCK_BYTES:]
+    assert not second.pool[:BLOCK_BYTES].any(), "the first block was read"
+    assert second.prefixes.ask("2", prompt, "", 0) is False, "vLLM has evicted it meanwhile"
+    assert second.prefixes.ask("2", prompt, "", 2 * BLOCK) is True
+    second.end("2")
+
+
+def test_prompts_without_a_whole_block_or_beyond_the_pool_are_computed(
+    two: tuple[Sharing, Sharing], chance: random.Random
+) -> None:
+    server = two[0]
+    assert server.prefixes.ask("short", prompt_of(BLOCK - 1, chance), "", 0) is False
+    assert server.prefixes.ask("long", prompt_of((POOL_BLOCKS + 1) * BLOCK, chance), "", 0) is False
+    assert server.ask("fits", prompt_of(POOL_BLOCKS * BLOCK, chance))
+    assert server.prefixes.ask("beside", prompt_of(BLOCK, chance), "", 0) is False
+    server.end("short", "long", "fits", "beside")
+    assert server.ask("later", prompt_of(BLOCK, chance))
+    server.end("later")
+
+
+def test_a_damaged_block_ends_the_prefix(
+    two: tuple[Sharing, Sharing], site: SiteProcesses, chance: random.Random
+) -> None:
+    first, second = two
+    prompt = prompt_of(3 * BLOCK, chance)
+    first.ask("1", prompt)
+    saved = first.fill("1", chance)
+    first.end("1")
+    segment = np.memmap(site.nodes["a"].path, np.uint8, "r+")
+    at = segment.tobytes().find(saved[BLOCK_BYTES : 2 * BLOCK_BYTES])
+    assert at > 0
+    segment[at + 7] ^= 1
+    assert second.loaded("2", prompt) == saved[:BLOCK_BYTES]
+    second.end("2")
+
+
+def test_requests_that_end_at_any_time_leave_no_page(
+    two: tuple[Sharing, Sharing], chance: random.Random
+) -> None:
+    prompts = [prompt_of(BLOCK * chance.randrange(1, 4), chance) for _ in range(6)]
+    going: list[tuple[Sharing, str]] = []
+    for number in range(300):
+        server, name = chance.choice(two), str(number)
+        server.prefixes.ask(name, chance.choice(prompts), "", BLOCK * chance.randrange(2))
+        going.append((server, name))
+        if chance.random() < 0.5:
+            server, name = chance.choice(going)
+            if name in server.stages:
+                server.fill(name, chance)
+        while len(going) > chance.randrange(1, 5):
+            server, name = going.pop(chance.randrange(len(going)))
+            server.prefixes.finished(name)
+            server.prefixes.finished(name)  # harmless
+        for each in two:
+            each.prefixes.check()
+    for server, name in going:
+        server.prefixes.finished(name)
+    for each in two:
+        each.end()
+        assert not each.stages and not each.prefixes._jobs
+
+
+def test_without_the_directory_prompts_are_computed_and_later_shared_again(
+    tmp_path: Path, chance: random.Random
+) -> None:
+    site = SiteProcesses(tmp_path)
+    site.node("a", 8)
+    server = Sharing(site.address)
+    try:
+        prompt = prompt_of(2 * BLOCK, chance)
+        server.ask("1", prompt)
+        server.fill("1", chance)
+        server.end("1")
+        site.directory.end(signal.SIGKILL)
+        assert server.ask("2", prompt_of(BLOCK, chance)) is False
+        assert server.ask("3", prompt_of(BLOCK, chance)), "the store is left alone for a while"
+        server.fill("3", chance)
+        server.end("2", "3")
+        site.directory.start()
+        server.prefixes._resting_until_s = 0.0
+        wait_until(lambda: all(server.client.exist([*server_keys(server, prompt)])), "the blocks")
+        assert len(server.loaded("4", prompt)) == 2 * BLOCK_BYTES
+        server.end("4")
+    finally:
+        server.close()
+        site.close()
+
+
+def server_keys(server: Sharing, prompt: Sequence[int]) -> list[bytes]:
+    name = f"keys-{secrets.token_hex(4)}"
+    server.ask(name, prompt)
+    keys = server.stages[name].keys
+    server.end(name)
+    return keys
+
+
+def test_every_mistake_in_the_settings_is_named() -> None:
+    given = {"block_tokens": 0, "pool_bytes": "many", "node_id": 3, "deadline_s": "1", "hue": "red"}
+    with pytest.raises(ValueError, match="extra_config") as raised:
+        SharingSettings.of(given)
+    assert all(name in str(raised.value) for name in given)
+    assert SharingSettings.of({"pool_bytes": "2GiB"}).pool_bytes == 2**31
+    assert SharingSettings.of({"deadline_s": 1}).deadline_s == 1
