@@ -91,9 +91,6 @@ class ConductorConfig:
     # No request overtakes another one that arrived more than these seconds before it. Under
     # overload, the bound is at most backlog_share * ttft_slo_s.
     queue_wait_s_max: float = 30.0
-    # True if a shorter prompt interrupts a running one between two chunks, as in this project's
-    # engine. False for engines that finish each prompt that they have begun.
-    queue_preempts: bool = True
 
     # Transfers between nodes that no worker has measured.
     transfer_bytes_per_s: float = 1e9  # about 10 Gb/s

@@ -67,13 +67,10 @@ def test_prefill_and_decode_agree_on_what_makes_a_fingerprint(folder: str) -> No
         assert both[0].get(name) == both[1].get(name), name
 
 
-def test_the_conductor_takes_what_is_appended_for_it() -> None:
+def test_the_shipped_conductor_decides_with_what_its_file_says() -> None:
     text = (ROOT / "model_repository" / "conductor" / "config.pbtxt").read_text()
-    config = text_format.Parse(
-        text + (DEPLOY / "conductor_connected.pbtxt").read_text(), ModelConfig()
-    )
+    config = text_format.Parse(text, ModelConfig())
     _, conductor = read_configs((FrontendConfig, ConductorConfig), "conductor", raw(config))
-    assert not conductor.queue_preempts
     assert (conductor.admission, conductor.policy) == ("predictive_lengths", "adaptive")
     ours = ConductorConfig()
     assert (ours.admission, ours.policy) == ("reserved", "kvcache_centric"), "scenarios rely on it"

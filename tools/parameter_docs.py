@@ -85,8 +85,7 @@ OF_VLLM = """With another engine they are refused as unknown. vLLM 0.32 or 0.33 
 its own, so far on CPUs only ([what has run where](../../deploy/README.md#what-has-run-where)).
 
 `kv_bytes` is vLLM's KV memory and, once more, a staging pool in `/dev/shm`. `chunk_tokens` and
-`slots` are its `max_num_batched_tokens` and `max_num_seqs`, `threads` its threads on CPUs. vLLM
-finishes prompts that it has begun, so set `queue_preempts` of the conductor to `false`. Sampled
+`slots` are its `max_num_batched_tokens` and `max_num_seqs`, `threads` its threads on CPUs. Sampled
 tokens (not greedy ones) are drawn by vLLM, so a request that moves to another worker goes on with
 other tokens than it would have had. Log probabilities, grammars and penalties are refused."""
 

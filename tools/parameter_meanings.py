@@ -109,7 +109,7 @@ WORKER: tuple[ParameterMeaning, ...] = (
         "`one`, `both`",
         "`both`: it begins in the role of its `backend`, and takes the other one when the "
         "conductor tells it to (`role_flips`), with the parameters of both kinds of worker "
-        "(below). Only with `engine` `torch`",
+        "(below). With `engine` `torch` or `vllm`",
     ),
 )
 PREFILL: tuple[ParameterMeaning, ...] = (
@@ -401,12 +401,6 @@ CONDUCTOR: tuple[ParameterMeaning, ...] = (
         "",
         "and at most so long: nobody is overtaken by what came so much later; while overload is "
         "shed, at most `backlog_share` of `ttft_slo_s`",
-    ),
-    ParameterMeaning(
-        "queue_preempts",
-        "",
-        "a prompt that has begun is overtaken too, between two chunks, as the torch engine does "
-        "it; false: predict for engines that finish what they have begun",
     ),
     ParameterMeaning("tie_ratio", "", "predictions this close, as a share of them, are equal"),
     ParameterMeaning("tie_s", "", "the same in seconds"),

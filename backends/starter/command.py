@@ -98,9 +98,6 @@ def _write_models(repository: Path, engine: str) -> list[str]:
             text = with_parameters(text, {"checkpoint": f"{repository.name}/{CHECKPOINT}"})
         if engine == "vllm" and backend_named(text) in ROLES:
             text = with_parameters(text, OF_VLLM, COMMENT)
-        if engine == "vllm" and backend_named(text) == "conductor":
-            # vLLM finishes a prompt that it has begun before it begins a later one.
-            text = with_parameters(text, {"queue_preempts": "false"}, COMMENT)
         (repository / model / "1").mkdir(parents=True)  # Triton needs a folder for each version
         (repository / model / CONFIG).write_text(text, encoding="utf-8")
     return list(templates)

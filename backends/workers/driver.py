@@ -39,6 +39,7 @@ Samples = Sequence[tuple[int, int, float]]  # see Driver.measure
 class Driver(ABC, Generic[W, J]):
     engine: ServingEngine
     is_native: bool = False  # the engine hands KV over by itself
+    preempts_prompts: bool = True  # as in WorkerInfo
     rings: RingLayout | None = None  # layer ring buffers; None: no layer-wise prefill
     hardware: str = ""  # hardware whose speed `measure` measures; "": this machine's CPU
     draws_by_guide: bool = False  # the driver samples with a grammar matcher (text/guides.py)

@@ -129,6 +129,7 @@ class WorkerProcess:
             transfer_latency_s=latencies_s,
             grpc_address=os.environ.get("MOONCAKE_GRPC", ""),
             is_native=self.driver.is_native,
+            preempts_prompts=self.driver.preempts_prompts,
             pipeline_group=config.pipeline_group,
             pipeline_stage=config.pipeline_stage,
             pipeline_stages=config.pipeline_stages,

@@ -120,7 +120,7 @@ class Cluster:
                 for other in self.workers.values()
             ):
                 self._warming_up_since_s[key] = now_s
-            worker = self.workers[key] = WorkerState(info, now_s, self.config.queue_preempts)
+            worker = self.workers[key] = WorkerState(info, now_s)
             if self.forecasts is not None and info.role == "decode":
                 step_s = worker.decode_estimate.step_s(1, 0)
                 worker.batch.forecast = DecodeForecast(self.forecasts, self.lengths, step_s)

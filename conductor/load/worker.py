@@ -75,7 +75,7 @@ class MeasuredPaths(NamedTuple):
 class WorkerState:
     """One incarnation of a worker with its reports, reservations and measured speed."""
 
-    def __init__(self, info: WorkerInfo, now_s: float, preempts: bool) -> None:
+    def __init__(self, info: WorkerInfo, now_s: float) -> None:
         self.info, self.paths = info, MeasuredPaths.of(info)
         self.ref = WorkerRef(
             info.worker_id, info.incarnation, info.node_id, info.inbox, info.grpc_address
@@ -84,7 +84,7 @@ class WorkerState:
         self.decode_estimate = DecodeEstimate.of(info.decode_coefficients)
         # The estimate of its own layers, or of the pipeline group of which it is stage 0.
         self.pipeline = PipelineEstimate.of((PrefillEstimate.of(info.prefill_coefficients),))
-        self.queue = PrefillQueue(self.pipeline, now_s, preempts)
+        self.queue = PrefillQueue(self.pipeline, now_s, info.preempts_prompts)
         self.batch = DecodeBatch()
         self.speed = SpeedRatio()
         self.joined_s = self.reported_at_s = now_s  # the registration counts as a report

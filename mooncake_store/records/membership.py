@@ -80,6 +80,9 @@ class WorkerInfo:
     grpc_address: str = ""  # HOST:PORT of the Triton that serves the worker; "" without one
     # Whether the engine transfers KV itself, so that prompts need no memory of the storage node.
     is_native: bool = False
+    # Whether a shorter prompt overtakes one that has begun, between two of its chunks. Some engines
+    # finish each prompt that they have begun.
+    preempts_prompts: bool = True
     can_flip: bool = False  # whether the worker can drain and register in the other role
     # Prefill workers with the same group name compute a share of the layers each, as pipeline
     # stages 0 to pipeline_stages - 1. Frontends call stage 0. "": this worker has all layers.

@@ -125,7 +125,6 @@ def test_with_the_engine_vllm_workers_have_its_parameters_and_the_repository_has
             found = parameters_of(text)
             assert found["engine"] == "vllm", model
             assert {"engine_python", "gpus", "tp_size", "page_tokens"} <= found.keys()
-    assert parameters_of(texts["conductor"])["queue_preempts"] == "false"
     found = check_repository(texts, facts_beside(folder), ("s0", "s1"))
     assert found.mistakes == []
 

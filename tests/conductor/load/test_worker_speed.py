@@ -19,7 +19,7 @@ def ratio(bench: WorkerState) -> float:
 
 @pytest.fixture
 def bench() -> WorkerState:
-    return WorkerState(worker("p0", "prefill", "s0"), 0.0, preempts=True)
+    return WorkerState(worker("p0", "prefill", "s0"), 0.0)
 
 
 def test_prompts_that_shared_a_step_count_it_once(bench: WorkerState) -> None:

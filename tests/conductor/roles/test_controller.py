@@ -31,7 +31,7 @@ ON = ConductorConfig(role_flips="on")
 
 def workers(role: str, count: int, **changes: object) -> list[WorkerState]:
     return [
-        WorkerState(worker(f"{role[0]}{n}", role, "s0", can_flip=True, **changes), 0.0, True)
+        WorkerState(worker(f"{role[0]}{n}", role, "s0", can_flip=True, **changes), 0.0)
         for n in range(count)
     ]
 
@@ -65,7 +65,7 @@ class Pools:
                 self.draining.remove((due_s, drained, role))
                 self.made += 1
                 info = worker(f"n{self.made}", role, "s0", can_flip=True)
-                self.takers[role].append(WorkerState(info, self.now_s, True))
+                self.takers[role].append(WorkerState(info, self.now_s))
         pools = {role: RolePool(self.takers[role], wanted[role]) for role in self.takers}
         draining = [drained for _, drained, _ in self.draining]
         flip = self.controller.propose(pools, draining, decode_s, True, self.now_s)
@@ -222,8 +222,8 @@ def test_only_a_worker_that_can_flip_and_is_not_the_largest_is_chosen() -> None:
     pools = Pools(1, 0)
     pools.takers["decode"] = [
         *workers("decode", 1),
-        WorkerState(worker("d8", "decode", "s0"), 0.0, True),
-        WorkerState(worker("d9", "decode", "s0", can_flip=True, pages_max=9_000), 0.0, True),
+        WorkerState(worker("d8", "decode", "s0"), 0.0),
+        WorkerState(worker("d9", "decode", "s0", can_flip=True, pages_max=9_000), 0.0),
     ]
     for _ in range(100):
         pools.look({"prefill": 9.0, "decode": 0.5})
@@ -263,7 +263,7 @@ def test_a_dry_run_says_it_now_and_then_and_takes_nobody_for_gone() -> None:
     dry = RoleController(ConductorConfig(role_flips="dry_run"))
     takers = {
         "prefill": workers("prefill", 2),
-        "decode": [WorkerState(worker(f"d{n}", "decode", "s0"), 0.0, True) for n in range(4)],
+        "decode": [WorkerState(worker(f"d{n}", "decode", "s0"), 0.0) for n in range(4)],
     }
     pools = {role: RolePool(takers[role], 6.0 * (role == "prefill")) for role in OTHER_ROLE}
     said = [
