@@ -10,8 +10,8 @@
 
 Each has KV_BYTES of memory for KV in all. vLLM keeps one core free by default on CPUs. Here every
 system uses all cores, and so does the client. vLLM runs with Intel's OpenMP, which its log advises.
-Compiled code of vLLM stays in `state`. Ours divides its memory: half for the storage nodes, half
-for the workers' own pages.
+Compiled code of vLLM stays in `state`. Ours divides its memory: half for the storage nodes, one for
+each prefill worker, half for the workers' own pages.
 
 Pure except `mooncake_repository`. Not here: starting and stopping (servers.py).
 """
@@ -31,7 +31,6 @@ from conductor.config import AUTO
 from loadtest.harness.server import PROJECT, set_parameters
 
 KV_BYTES = 2 * 2**30
-STORE_NODES = 2
 MAX_BATCHED_TOKENS = (256, 512, 2048)
 ROUTER_POLICIES = ("cache_aware", "power_of_two", "round_robin")
 OPTIONS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {  # of plan_of, chosen by a short search
@@ -175,7 +174,8 @@ def mooncake(machine: Machine, ports: Sequence[int], system: str) -> ServerComma
     words += ["--model-repository", str(repository_of(machine, system))]
     words += ["--state-dir", str(machine.state / system)]
     words += ["--prefill", str(workers.count("prefill")), "--decode", str(workers.count("decode"))]
-    words += ["--store-bytes", str(KV_BYTES // 2 // STORE_NODES)]
+    nodes = [f"s{number}" for number in range(workers.count("prefill"))]
+    words += ["--nodes", ",".join(nodes), "--store-bytes", str(KV_BYTES // 2 // len(nodes))]
     return ServerCommand(system, tuple(words), f"{url(ports[0])}/ready", {"PYTHONUNBUFFERED": "1"})
 
 

@@ -23,13 +23,13 @@ AllowedValues = Mapping[str, tuple[tuple[Any, ...], str]]
 class EngineSpec:
     """Parameters that workers of all engines have."""
 
-    role: str  # prefill | decode
+    role: str  # prefill | decode | both
     dtype: str
     block_tokens: int
     kv_pages: int  # of block_tokens tokens
     context_tokens_max: int  # 0: what the checkpoint allows
     requests_max: int  # in one step
-    chunk_tokens: int = 0  # computed in one step of prefill
+    chunk_tokens: int = 0  # computed in one step of prefill; 0: the engine only decodes
     kv_dtype: str = "auto"  # auto: as the checkpoint asks, else as dtype | fp8
 
     @property
@@ -45,8 +45,7 @@ class EngineSpec:
     @property
     def step_tokens_max(self) -> int:
         """Most tokens in a step."""
-        is_prefill = self.role == "prefill"
-        return self.chunk_tokens if is_prefill else max(DECODE_STEP_TOKENS_MIN, self.requests_max)
+        return self.chunk_tokens or max(DECODE_STEP_TOKENS_MIN, self.requests_max)
 
 
 def refuse(problems: Sequence[str]) -> None:
@@ -68,9 +67,22 @@ def device_problems(gpus: str, tp_size: int, page_tokens: int) -> Iterator[str]:
         yield f"page_tokens is {page_tokens}; use a power of two, 32 is usual"
 
 
-def page_problems(worker: Any, of_engine: Any) -> Iterator[str]:
-    """Conflicts of parameters. `worker`: a config of config_pbtxt.py, `of_engine`: one with
+def visible_devices(environment: Mapping[str, str], gpus: str) -> str:
+    """CUDA_VISIBLE_DEVICES for the devices `gpus`, numbered as this process sees them; "": all.
+    Raises ValueError."""
+    if not gpus:
+        return ""
+    wanted = [int(device) for device in gpus.split(",")]
+    visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if visible and max(wanted) >= len(visible):
+        raise ValueError(f"gpus is {gpus}, but this process sees only {','.join(visible)}")
+    return ",".join(visible[device] if visible else str(device) for device in wanted)
+
+
+def page_problems(*configs: Any) -> Iterator[str]:
+    """Conflicts of parameters. The first of `configs` is of config_pbtxt.py, the last has
     page_tokens."""
+    worker, of_engine = configs[0], configs[-1]
     if of_engine.page_tokens > 0 and worker.block_tokens % of_engine.page_tokens:
         yield (
             f"block_tokens ({worker.block_tokens}) must be a multiple of page_tokens "

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from backends.engine.connected.settings import EngineSpec
+from backends.engine.connected.settings import EngineSpec, visible_devices
 from backends.engine.trtllm.settings import GUIDED_BACKEND, OBJECTS, TrtllmConfig
 from backends.errors import InvalidRequest
 from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, guide_name
@@ -152,15 +152,9 @@ def remove_mpi_leftovers(environment: MutableMapping[str, str]) -> list[str]:
 
 def choose_gpus(environment: MutableMapping[str, str], gpus: str) -> None:
     """Restrict the engine's processes to these CUDA devices, numbered as this process sees them."""
-    if not gpus:
-        return
-    wanted = [int(device) for device in gpus.split(",")]
-    visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if visible and max(wanted) >= len(visible):
-        raise ValueError(f"gpus is {gpus}, but this process sees only {','.join(visible)}")
-    chosen = ",".join(visible[device] if visible else str(device) for device in wanted)
-    environment["CUDA_VISIBLE_DEVICES"] = chosen
-    environment["TRTLLM_VISIBLE_DEVICES"] = chosen
+    if chosen := visible_devices(environment, gpus):
+        environment["CUDA_VISIBLE_DEVICES"] = chosen
+        environment["TRTLLM_VISIBLE_DEVICES"] = chosen
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ Not here: the process (process.py), the connector in vLLM's processes (connector
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,13 @@ from backends.engine.checkpoint import Checkpoint
 from backends.engine.connected.channel import ConnectorHost, Listener
 from backends.engine.connected.engine_memory import EngineMemory, ipc_address
 from backends.engine.connected.generation import EngineRun, Order, Sink
-from backends.engine.connected.settings import EngineSpec, context_problems, read_options, refuse
+from backends.engine.connected.settings import (
+    EngineSpec,
+    context_problems,
+    read_options,
+    refuse,
+    visible_devices,
+)
 from backends.engine.interpreter import VLLM_SUPPORTED, engine_interpreter, interpreter_problem
 from backends.engine.model_config import CheckpointError, read_config
 from backends.engine.sampling_params import SamplingParams
@@ -62,12 +69,16 @@ class VllmEngine:
         each step. Raises ConfigError with all mistakes; takes minutes with real weights."""
         self.config, self.role, self.slots = config, spec.role, spec.requests_max
         options, ends = _checked(config, folder, repository)
+        try:
+            devices = visible_devices(os.environ, config.gpus)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         self.eos_token_ids = ends
         self._memory: EngineMemory | None = None
         self._llm: VllmThread | None = VllmThread(
             engine_interpreter(config.engine_python, repository),
             m.Setup(ipc_address("llm", worker_id), first_arguments(spec, config, folder, options)),
-            environment(threads, config.gpus),
+            environment(threads, devices),
             lambda stats: on_step(stats.step_s) if stats.step_s else None,
         )
         try:

@@ -124,10 +124,10 @@ def first_arguments(
     }
 
 
-def environment(threads: int, gpus: str) -> dict[str, str]:
-    """For the process of vLLM. `gpus`: CUDA devices; "": all."""
+def environment(threads: int, devices: str) -> dict[str, str]:
+    """For the process of vLLM. `devices`: its CUDA_VISIBLE_DEVICES; "": as the worker's."""
     return {
-        **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}),
+        **({"CUDA_VISIBLE_DEVICES": devices} if devices else {}),
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

@@ -84,7 +84,8 @@ def test_ours_is_served_as_shipped_but_for_its_memory_and_engine(
     [one] = commands(system, tmp_path)
     words = one.words
     assert words[words.index("--checkpoint") + 1] == "model"
-    stores = int(words[words.index("--store-bytes") + 1]) * systems.STORE_NODES
+    nodes = words[words.index("--nodes") + 1].split(",")
+    stores = int(words[words.index("--store-bytes") + 1]) * len(nodes)
     here = Machine(tmp_path, Path("bin"), None, (0,), tmp_path)
     systems.mooncake_repository(here, system)
     pages = 0

@@ -66,7 +66,7 @@ def test_options_are_passed_on_and_the_connector_recomputes_failed_loads() -> No
     assert "max_model_len" not in arguments
 
 
-def test_the_engine_has_as_many_threads_and_the_devices_that_its_worker_says() -> None:
+def test_the_engine_has_as_many_threads_and_the_devices_that_its_worker_has() -> None:
     assert environment(3, "")["OMP_NUM_THREADS"] == "3"
     assert "CUDA_VISIBLE_DEVICES" not in environment(3, "")
     assert environment(3, "0,1")["CUDA_VISIBLE_DEVICES"] == "0,1"
