@@ -23,6 +23,7 @@ DTYPES = ("float32", "bfloat16")
 CONNECTED_DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("auto", "fp8")
 ROLES = ("one", "both")
+FLIPPING_ENGINES = ("torch", "vllm")  # a worker with one of them may change its role
 TRANSPORTS = ("auto", "mapped", "nixl", "tcp")
 # Old -> new name of a parameter. Old names are accepted for one release, with a logged warning.
 OLD_NAMES = {"overtaker_share": "expected_arrivals_share"}
@@ -87,8 +88,11 @@ class WorkerConfig:
         ):
             if getattr(self, name) not in allowed:
                 found.append(f"{name} is {getattr(self, name)!r}; use {' or '.join(allowed)}")
-        if self.roles == "both" and self.engine != "torch":
-            found.append("roles is 'both'; a change of the role needs the engine torch")
+        if self.roles == "both" and self.engine not in FLIPPING_ENGINES:
+            found.append(
+                "roles is 'both'; a change of the role needs the engine "
+                f"{' or '.join(FLIPPING_ENGINES)}"
+            )
         if self.roles == "both" and self.pipeline_group:
             found.append("roles is 'both'; a stage of a pipeline_group can only be prefill")
         if self.device != "cpu" and not self.device.startswith("cuda"):

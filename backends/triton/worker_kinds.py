@@ -6,8 +6,9 @@ meaning of the parameters (backends/config_pbtxt.py, settings.py of an engine), 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +36,15 @@ def config_classes(
 ) -> tuple[tuple[type[Any], ...], Callable[..., Iterable[str]]]:
     """(config classes for the parameters `raw`, function that finds conflicts of the configs)."""
     own, other = CONFIGS[role], CONFIGS[OTHER_ROLE[role]]
-    if of_engine := ENGINE_CONFIGS.get(raw.get("engine", "")):
-        return (own, of_engine), page_problems
     classes = (own, other) if raw.get("roles", "") == "both" else (own,)
+    if of_engine := ENGINE_CONFIGS.get(raw.get("engine", "")):
+        return (*classes, of_engine), page_problems
     return classes, lambda *configs: ()
 
 
 def read_worker_configs(role: str, model: str, raw: Mapping[str, str], count: int) -> list[Any]:
-    """The role's config. The engine's own config follows if it has one, and the other role's config
-    if `roles` is both."""
+    """The role's config. The other role's config follows if `roles` is both, and the engine's own
+    config if it has one."""
     classes, together = config_classes(role, raw)
     return read_configs(classes, model, raw, count, together)
 
@@ -86,7 +87,7 @@ def make_worker(
 
 
 def make_flipping_worker(
-    role: str, model: str, repository: str, config: Any, of_other_role: Any
+    role: str, model: str, repository: str, config: Any, of_other_role: Any, *of_engine: Any
 ) -> FlippingWorker:
     """Make a worker that starts with `role`. Measures each role that has no machine profile."""
     from backends.workers import machine_profile
@@ -94,21 +95,45 @@ def make_flipping_worker(
     from backends.workers.lasting_parts import LastingParts
     from backends.workers.prefill_worker import PrefillWorker
     from backends.workers.roles.flipping_worker import ActiveWorker, FlippingWorker
-    from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
 
     configs = {role: config, OTHER_ROLE[role]: of_other_role}
-    engine = load_engine(config, repository)
-    state = Path(os.environ["MOONCAKE_STATE"])
-    machine_profile.load_or_measure(StepPrefill(engine), "prefill", config.threads, state)
-    machine_profile.load_or_measure(StepDecode(engine), "decode", config.threads, state)
+    engine, drivers = _drivers(model, repository, configs, role, of_engine)
+    try:
+        state = Path(os.environ["MOONCAKE_STATE"])
+        for each, driver in drivers.items():
+            machine_profile.load_or_measure(driver(), each, config.threads, state)
 
-    def prefill(parts: LastingParts) -> ActiveWorker:
-        driver = StepPrefill(engine)
-        return PrefillWorker(model, configs["prefill"], repository, driver, parts)
+        def prefill(parts: LastingParts) -> ActiveWorker:
+            return PrefillWorker(model, configs["prefill"], repository, drivers["prefill"](), parts)
 
-    def decode(parts: LastingParts) -> ActiveWorker:
-        return DecodeWorker(model, configs["decode"], repository, StepDecode(engine), parts)
+        def decode(parts: LastingParts) -> ActiveWorker:
+            return DecodeWorker(model, configs["decode"], repository, drivers["decode"](), parts)
 
-    parts = LastingParts(config, repository, StepPrefill(engine), can_flip=True)
-    makers = {"prefill": prefill, "decode": decode}
-    return FlippingWorker(role, parts, makers, engine.close)
+        parts = LastingParts(config, repository, drivers[role](), can_flip=True)
+        makers = {"prefill": prefill, "decode": decode}
+        return FlippingWorker(role, parts, makers, engine.close)
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _drivers(
+    model: str, repository: str, configs: Mapping[str, Any], role: str, of_engine: Sequence[Any]
+) -> tuple[Any, dict[str, Callable[[], Any]]]:
+    """(an engine for both roles, role -> function that makes its driver)"""
+    if configs[role].engine in ENGINE_CONFIGS:
+        from backends.workers.connected import engines
+
+        first = [configs[role], configs[OTHER_ROLE[role]]]
+        use = engines.load_engine(model, first, repository, *of_engine)
+        return use.engine, {
+            each: functools.partial(engines.driver_of, config, use)
+            for each, config in configs.items()
+        }
+    from backends.workers.step_driver import StepDecode, StepPrefill, load_engine
+
+    engine = load_engine(configs[role], repository)
+    return engine, {
+        "prefill": functools.partial(StepPrefill, engine),
+        "decode": functools.partial(StepDecode, engine),
+    }

@@ -7,24 +7,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from backends.launch_secret import SECRET_VARIABLE
-from backends.workers.protocol import TakeRole, WorkerOutbox, encode
-from mooncake_store.directory.client import DirectoryClient
-from mooncake_store.records.membership import WorkerInfo
 from tests.backends.engine.checkpoints import load_reference
 from tests.backends.engine.reference import Comparison, greedy
 from tests.backends.small_tokenizers import DEMO
 from tests.e2e.load import Load, assert_all_answered, prompt
+from tests.e2e.role_orders import RoleOrders
 from tests.e2e.server import Answer, Server, running, wait_until
 
 pytestmark = pytest.mark.long
 
 TOKENS, PROMPTS = 8, 6
 WORKERS = ("prefill_0", "prefill_1", "decode_0", "decode_1")
-OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
 @pytest.fixture(scope="module")
@@ -32,41 +27,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, state_dir: Path) -> Iterato
     """The controller is on: whatever changes here without an order is its doing."""
     folder = tmp_path_factory.mktemp("roles")
     yield from running(folder, state_dir, {"role_flips": "on", "roles": "both"})
-
-
-class Orders:
-    """Tells workers their role as a frontend does, with what the processes of the server know."""
-
-    def __init__(self, server: Server) -> None:
-        found = (process.environ() for process in psutil.Process(server.process.pid).children(True))
-        known = next(each for each in found if "MOONCAKE_DIRECTORY" in each)
-        self._directory = DirectoryClient(known["MOONCAKE_DIRECTORY"])
-        self._outbox = WorkerOutbox(encode, known.get(SECRET_VARIABLE, ""))
-
-    def worker(self, name: str) -> WorkerInfo | None:
-        return next((w for w in self._directory.workers() if w.worker_id == name), None)
-
-    def roles(self) -> dict[str, str]:
-        return {worker.worker_id: worker.role for worker in self._directory.workers()}
-
-    def flip(self, name: str) -> float:
-        """Seconds until it was a worker of the other role."""
-        before, began_s = self.worker(name), time.monotonic()
-        assert before is not None and before.can_flip
-        self._outbox.send(before.inbox, TakeRole(OTHER[before.role], before.incarnation))
-
-        def has_changed() -> bool:
-            now = self.worker(name)
-            return now is not None and now.role == OTHER[before.role]
-
-        wait_until(has_changed, f"{name} to change", 60.0)
-        after = self.worker(name)
-        assert after is not None and after.incarnation != before.incarnation
-        return time.monotonic() - began_s
-
-    def close(self) -> None:
-        self._outbox.close()
-        self._directory.close()
 
 
 class RepeatedPrompts(Load):
@@ -87,7 +47,7 @@ class RepeatedPrompts(Load):
 
 
 def test_workers_flip_there_and_back_under_load_and_no_request_is_lost(server: Server) -> None:
-    orders, load, seconds = Orders(server), RepeatedPrompts(server), []
+    orders, load, seconds = RoleOrders(server), RepeatedPrompts(server), []
     with load:
         load.wait_for_more(5)
         for name in ("prefill_1", "prefill_1", "decode_1", "decode_1", "decode_0", "decode_0"):
@@ -109,7 +69,7 @@ def test_workers_flip_there_and_back_under_load_and_no_request_is_lost(server: S
 
 
 def test_the_role_that_a_worker_has_now_is_shown(server: Server) -> None:
-    orders = Orders(server)
+    orders = RoleOrders(server)
     orders.flip("prefill_1")
     for role, live in (("prefill", 1), ("decode", 3)):
         wait_until(

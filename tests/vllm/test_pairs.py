@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.e2e.role_orders import RoleOrders
 from tests.e2e.server import Answer, Server, wait_until
 from tests.vllm.engine_processes import alive, engine_core, engine_processes, segments
 from tests.vllm.serving import BORDERS, plain_tokens, prompts_of, random_checkpoint, serving
@@ -26,7 +27,7 @@ RESTART_S_MAX = 120.0
 @dataclass
 class Pairs:
     server: Server
-    sets: list[list[list[int]]]  # a set of prompts for each pair, and one more
+    sets: list[list[list[int]]]  # a set of prompts for each pair, and two more
     expected: list[list[list[int]]]
 
     def ask(self, prompt: list[int], prefill: str = "", decode: str = "") -> Answer:
@@ -52,10 +53,11 @@ class Pairs:
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
     folder = tmp_path_factory.mktemp("pairs")
     checkpoint = random_checkpoint("llama", folder / "checkpoint")
-    sets = [prompts_of(BORDERS, seed=20 + number) for number in range(len(PAIRS) + 1)]
+    sets = [prompts_of(BORDERS, seed=20 + number) for number in range(len(PAIRS) + 2)]
     flat = plain_tokens(checkpoint, list(itertools.chain(*sets)), TOKENS)
     expected = [flat[i : i + len(BORDERS)] for i in range(0, len(flat), len(BORDERS))]
-    for server in serving(folder, folder / "state", checkpoint, workers=2):
+    roles = {"roles": "both"}
+    for server in serving(folder, folder / "state", checkpoint, workers=2, parameters=roles):
         yield Pairs(server, sets, expected)
 
 
@@ -75,6 +77,19 @@ def test_prompts_cold_cached_here_and_cached_on_the_other_node_get_the_tokens_of
         cached >= (tokens - 1) // 64 * 64 for cached, tokens in zip(there, BORDERS, strict=True)
     )
     wait_until(pairs.server.is_idle, "the last pages and leases to go")
+
+
+def test_a_worker_that_takes_the_other_role_gives_the_same_tokens(pairs: Pairs) -> None:
+    number, orders = len(PAIRS), RoleOrders(pairs.server)
+    orders.flip("prefill_1")
+    pairs.check(number, "prefill_0", "prefill_1")
+    orders.flip("decode_1")
+    pairs.check(number, "decode_1", "prefill_1")
+    wait_until(pairs.server.is_idle, "the last pages and leases to go")
+    for name in ("prefill_1", "decode_1"):
+        orders.flip(name)
+    pairs.check(number, "prefill_1", "decode_1")
+    orders.close()
 
 
 def test_the_metrics_of_vllm_move(pairs: Pairs) -> None:

@@ -25,7 +25,7 @@ from backends.engine.connected.generation import EngineRun, Order, Outcome
 from backends.engine.connected.measuring import measured_decode
 from backends.engine.connected.messages import Stage
 from backends.errors import WorkerUnavailable
-from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, MakeEngine
+from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, EngineUse
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Samples
 from backends.workers.jobs import DecodeJob
@@ -98,11 +98,11 @@ class EngineAnswer:
 class ConnectedDecode(
     ConnectedDriver[DecodeWorker, DecodeJob], DecodeDriver[DecodeWorker, DecodeJob]
 ):
-    def __init__(self, worker: DecodeConfig, make_engine: MakeEngine) -> None:
+    def __init__(self, worker: DecodeConfig, use: EngineUse) -> None:
         self._answers: dict[DecodeJob, EngineAnswer] = {}
         self._staged_jobs: dict[str, DecodeJob] = {}  # also jobs that have left, until `_let_go`
         self._has_news = False
-        super().__init__(worker, make_engine)
+        super().__init__(worker, use)
 
     def measure(self, budget_s: float) -> Samples:
         return measured_decode(self.engine, budget_s)

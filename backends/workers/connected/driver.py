@@ -4,6 +4,8 @@ Such an engine batches by itself. A request is *staged* first: the connector in 
 processes learns where its blocks are. Then the request is submitted. The engine and its connector
 report in threads of their own, in any order. The worker's turns only supervise the engine.
 
+A worker that changes its role makes another driver for the same engine (`EngineUse`).
+
 Not here: the engines (engine/connected/, engine/trtllm/), the places of blocks (places.py).
 """
 
@@ -38,22 +40,59 @@ J = TypeVar("J")
 MakeEngine = Callable[[Listener, Callable[[float], None]], ConnectedEngine]
 
 
+class EngineUse:
+    """An engine, and the newest driver that was made for it. It passes the engine's reports on."""
+
+    def __init__(self, make_engine: MakeEngine) -> None:
+        """Raises ConfigError. Making an engine with real weights takes minutes."""
+        self.driver: ConnectedDriver[Any, Any] | None = None
+        self._regions: Regions | None = None
+        self.engine = make_engine(self, self._on_step)
+
+    def regions(self, store: WorkerStore) -> Regions:
+        """The segments that the ranks have mapped. Later drivers get the same."""
+        if self._regions is None:
+            self._regions = self._use.regions(store)
+        return self._regions
+
+    def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
+        if self.driver is not None:
+            self.driver.claimed(request_id, local_tokens, loaded_tokens)
+
+    def loaded(self, request_id: str) -> None:
+        if self.driver is not None:
+            self.driver.loaded(request_id)
+
+    def saved(self, request_id: str, tokens: int) -> None:
+        if self.driver is not None:
+            self.driver.saved(request_id, tokens)
+
+    def broken(self, reason: str) -> None:
+        if self.driver is not None:
+            self.driver.broken(reason)
+
+    def _on_step(self, step_s: float) -> None:
+        if self.driver is not None:
+            self.driver.took_step(step_s)
+
+
 class ConnectedDriver(Driver[W, J]):
     engine: ConnectedEngine
+    preempts_prompts = False
 
-    def __init__(self, worker: PrefillConfig | DecodeConfig, make_engine: MakeEngine) -> None:
-        """Raises ConfigError. Making an engine with real weights takes minutes."""
+    def __init__(self, worker: PrefillConfig | DecodeConfig, use: EngineUse) -> None:
         self._is_serving = False
         self._regions: Regions | None = None  # None: the engine has no connector
         self._placed: PlacedLoader | None = None  # likewise
         self._transfer_s_max = worker.transfer_s_max
         self._block_tokens = worker.block_tokens
         self._health = EngineHealth(lambda reason: self._worker.process.lose(reason))
-        self.engine = make_engine(self, self._on_step)
+        self._use, self.engine = use, use.engine
         self.is_native, self.hardware = self.engine.is_native, self.engine.hardware
         self._staged = StagedPages(
             self.engine, worker.transfer_s_max, self._failed_for, self.broken
         )
+        use.driver = self
 
     def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
         if not self.engine.is_connected:
@@ -95,7 +134,7 @@ class ConnectedDriver(Driver[W, J]):
         if self._is_serving and not self._worker.is_closing:
             self._health.lose(reason)
 
-    def _on_step(self, step_s: float) -> None:
+    def took_step(self, step_s: float) -> None:
         if self._is_serving:  # otherwise the engine's speed is being measured
             self._worker.process.steps.took(step_s, self._estimated_s())
             self._worker.process.watch.progressed(time.monotonic())

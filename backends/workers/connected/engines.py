@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from backends.config_pbtxt import DecodeConfig, PrefillConfig, checkpoint_folder
 from backends.engine.connected.channel import Listener
 from backends.engine.connected.generation import ConnectedEngine
-from backends.engine.connected.settings import EngineSpec
+from backends.engine.connected.settings import PREFILL_BATCH_MAX, EngineSpec
 from backends.engine.model_config import CheckpointError
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.kv_shape import read_kv_dtype, read_kv_shape
@@ -18,6 +18,7 @@ from backends.engine.vllm.engine import VllmEngine
 from backends.engine.vllm.settings import VllmConfig
 from backends.errors import ConfigError
 from backends.workers.connected.decode import ConnectedDecode
+from backends.workers.connected.driver import EngineUse
 from backends.workers.connected.prefill import ConnectedPrefill
 
 
@@ -29,18 +30,28 @@ def make_driver(
 ) -> ConnectedPrefill | ConnectedDecode:
     """Load the engine of `config`, return its driver. Raises ConfigError. Real weights take
     minutes."""
-    is_prefill = isinstance(worker, PrefillConfig)
+    return driver_of(worker, load_engine(worker_id, [worker], repository, config))
+
+
+def driver_of(
+    worker: PrefillConfig | DecodeConfig, use: EngineUse
+) -> ConnectedPrefill | ConnectedDecode:
+    if isinstance(worker, PrefillConfig):
+        return ConnectedPrefill(worker, use)
+    return ConnectedDecode(worker, use)
+
+
+def load_engine(
+    worker_id: str,
+    roles: Sequence[PrefillConfig | DecodeConfig],
+    repository: str,
+    config: TrtllmConfig | VllmConfig,
+) -> EngineUse:
+    """`roles`: the worker's parameters in each role that it may take; what both roles have is equal
+    in them. Raises ConfigError."""
+    worker = roles[0]
     folder = checkpoint_folder(worker.checkpoint, repository)
-    spec = EngineSpec(
-        role="prefill" if is_prefill else "decode",
-        dtype=worker.dtype,
-        kv_dtype=worker.kv_dtype,
-        block_tokens=worker.block_tokens,
-        kv_pages=worker.kv_pages,
-        context_tokens_max=worker.context_tokens_max,
-        requests_max=worker.queue_requests_max if is_prefill else worker.slots,
-        chunk_tokens=worker.chunk_tokens if is_prefill else 0,
-    )
+    spec = _spec_of(roles)
 
     def make_engine(listener: Listener, on_step: Callable[[float], None]) -> ConnectedEngine:
         if isinstance(config, VllmConfig):  # it describes its KV by itself
@@ -51,9 +62,28 @@ def make_driver(
         of_pages = replace(spec, kv_pages=_kv_pages(worker, config, folder))
         return TrtllmEngine(worker_id, of_pages, config, folder, repository, listener, on_step)
 
-    if isinstance(worker, PrefillConfig):
-        return ConnectedPrefill(worker, make_engine)
-    return ConnectedDecode(worker, make_engine)
+    return EngineUse(make_engine)
+
+
+def _spec_of(roles: Sequence[PrefillConfig | DecodeConfig]) -> EngineSpec:
+    worker, requests, chunk_tokens = roles[0], [], 0
+    for each in roles:
+        if isinstance(each, PrefillConfig):
+            queue, chunk_tokens = each.queue_requests_max, each.chunk_tokens
+            requests.append(queue if len(roles) == 1 else min(queue, PREFILL_BATCH_MAX))
+        else:
+            requests.append(each.slots)
+    role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
+    return EngineSpec(
+        role=role if len(roles) == 1 else "both",
+        dtype=worker.dtype,
+        kv_dtype=worker.kv_dtype,
+        block_tokens=worker.block_tokens,
+        kv_pages=worker.kv_pages,
+        context_tokens_max=worker.context_tokens_max,
+        requests_max=max(requests),
+        chunk_tokens=chunk_tokens,
+    )
 
 
 def _kv_pages(worker: PrefillConfig | DecodeConfig, config: TrtllmConfig, folder: Path) -> int:

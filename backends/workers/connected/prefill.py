@@ -29,7 +29,7 @@ from backends.engine.connected.generation import EngineRun, Order, Outcome
 from backends.engine.connected.measuring import measured_prefill
 from backends.engine.connected.messages import Stage
 from backends.errors import WorkerUnavailable
-from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, MakeEngine
+from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, EngineUse
 from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
 from backends.workers.kv_writer import BlockPut
@@ -74,12 +74,12 @@ class StagedPrompt:
 
 
 class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
-    def __init__(self, worker: PrefillConfig, make_engine: MakeEngine) -> None:
+    def __init__(self, worker: PrefillConfig, use: EngineUse) -> None:
         self._tokens_ahead_max = STEPS_AHEAD * worker.chunk_tokens
         self._prompts: dict[PrefillJob, StagedPrompt] = {}
         self._step_began_s = self._step_ended_s = 0.0
         self._staging = threading.Lock()
-        super().__init__(worker, make_engine)
+        super().__init__(worker, use)
 
     def measure(self, budget_s: float) -> Samples:
         return measured_prefill(self.engine, budget_s)

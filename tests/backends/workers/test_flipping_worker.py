@@ -304,8 +304,10 @@ def test_the_message_travels() -> None:
     assert decode_message(encode(message)) == message
 
 
-def test_only_the_torch_engine_may_have_both_roles_and_each_mistake_is_said_once() -> None:
-    with pytest.raises(ConfigError, match="needs the engine torch") as said:
+def test_tensorrt_llm_has_one_role_and_each_mistake_is_said_once() -> None:
+    both = {"roles": "both", "engine": "vllm"}
+    assert len(read_worker_configs("prefill", "p", both, 1)) == 3
+    with pytest.raises(ConfigError, match="needs the engine torch or vllm") as said:
         read_worker_configs("prefill", "p", {"roles": "both", "engine": "tensorrt_llm"}, 1)
     with pytest.raises(ConfigError, match="kv_pages is 1") as said:
         read_worker_configs("prefill", "p", {"roles": "both", "kv_pages": "1", "slots": "0"}, 1)
