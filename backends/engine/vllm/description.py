@@ -3,8 +3,8 @@
 vLLM is asked instead of reading config.json, so that each of its model families is described as it
 runs. Everything that changes the bytes of a page is in `pages_id`, a part of the fingerprint:
 vLLM's version, platform, attention backend, instruction set, page size and dtype. It also has
-config.json as vLLM uses it, with overrides. On a CPU the order of KV inside a page depends on the instruction
-set.
+config.json as vLLM uses it, with overrides. On a CPU the order of KV inside a page depends on the
+instruction set.
 
 Runs in the process of vLLM only.
 """

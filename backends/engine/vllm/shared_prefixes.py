@@ -97,7 +97,7 @@ class Unstaging(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class PromptOfVllm:
     """One prompt that vLLM has asked for, until its pages are free."""
 
     name: LlmId
@@ -128,7 +128,7 @@ class SharedPrefixes:
         self._pool, self._block_bytes, self._stage = pool, block_bytes, stage
         self._pages = PagePool(len(pool) // block_bytes)
         self._late: list[int] = []  # pages that a read past its deadline may still write
-        self._jobs: dict[LlmId, Job] = {}
+        self._jobs: dict[LlmId, PromptOfVllm] = {}
         self._lock = threading.Lock()
         self._resting_until_s = self._noted_s = float("-inf")
         self._host: Unstaging | None = None
@@ -149,7 +149,7 @@ class SharedPrefixes:
         with self._lock:
             job = self._jobs.get(name)
             if job is None:
-                job = self._jobs[name] = Job(name)
+                job = self._jobs[name] = PromptOfVllm(name)
                 blocks = len(token_ids) // self._settings.block_tokens
                 pages = self._taken(blocks) if blocks else None
                 if pages is None:
@@ -188,7 +188,9 @@ class SharedPrefixes:
 
     # -- threads that read
 
-    def _prepare(self, job: Job, token_ids: list[int], salt: str, local_tokens: int) -> None:
+    def _prepare(
+        self, job: PromptOfVllm, token_ids: list[int], salt: str, local_tokens: int
+    ) -> None:
         problem = ""
         try:
             stage = self._read(job, token_ids, salt, local_tokens)
@@ -206,7 +208,7 @@ class SharedPrefixes:
         if is_over:
             self._unstage(job)
 
-    def _read(self, job: Job, token_ids: list[int], salt: str, local_tokens: int) -> Stage:
+    def _read(self, job: PromptOfVllm, token_ids: list[int], salt: str, local_tokens: int) -> Stage:
         block_tokens = self._settings.block_tokens
         seed = chain_seed(self._fingerprint, cache_salt=salt)
         job.keys = block_keys(token_ids, block_tokens, seed)
@@ -272,7 +274,7 @@ class SharedPrefixes:
 
     # -- the thread that puts
 
-    def _put(self, job: Job, blocks: range) -> None:
+    def _put(self, job: PromptOfVllm, blocks: range) -> None:
         try:
             if time.monotonic() >= self._resting_until_s:
                 keys = job.keys[blocks.start : blocks.stop]
@@ -289,7 +291,7 @@ class SharedPrefixes:
 
     # -- the end of a job
 
-    def _unstage(self, job: Job) -> None:
+    def _unstage(self, job: PromptOfVllm) -> None:
         """Free the pages when no copy and no put uses them."""
         if not job.is_staged:
             self._left(job)
@@ -304,19 +306,19 @@ class SharedPrefixes:
                 lambda over: self._lost(job, e) if (e := over.exception()) else self._left(job)
             )
 
-    def _left(self, job: Job) -> None:
+    def _left(self, job: PromptOfVllm) -> None:
         with self._lock:
             job.is_unused = True
             self._release(job)
 
-    def _lost(self, job: Job, error: BaseException) -> None:
+    def _lost(self, job: PromptOfVllm, error: BaseException) -> None:
         """The next user of these pages could get wrong KV."""
         with self._lock:
             if not self._is_closing:
                 log.error("%d pages of the staging pool are lost: %s", len(job.pages), error)
             self._jobs.pop(job.name, None)
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: PromptOfVllm) -> None:
         """Called with the lock."""
         if job.is_unused and not job.puts and self._jobs.pop(job.name, None):
             self._late += job.pages
