@@ -2,23 +2,32 @@
 
     python -m bench.engine_vllm
 
-Plain vLLM is one process with all threads. Ours is a prefill and a decode worker with vLLM as the
-engine, half of the threads each, behind the gateway. Both start anew in each round, in turns. The
-client is `vllm bench serve`. In every round:
+    vllm           plain vLLM: one process with a thread for each core
+    mooncake-vllm  a prefill and a decode worker with vLLM as the engine, with as many threads each
+                   on the same cores, behind the gateway
+    vllm-shared    plain vLLM that shares prefixes through `mooncake store serve`
+
+All start anew in each round, in turns. The client is `vllm bench serve`. In every round:
 
     streams  STREAMS short prompts at once: output tokens per second
     cold     COLD prompts of PROMPT_TOKENS, one after the other: TTFT
     warm     prompts that begin with SHARED of the first of these. Plain vLLM has them in its own
-             cache. Ours has lost them there, because its engine's memory holds fewer tokens than
-             the cold prompts; so they come from the store
+             cache. The others have lost them there, because the engine's memory holds fewer tokens
+             than the cold prompts; so they come from the store
+
+`vllm-shared` and `vllm` compute cold prompts alike, but the former also saves them.
 
 Not here: goodput under load (headline/), copies alone (connector.py).
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,18 +40,32 @@ from bench.headline.client import send
 from bench.headline.environment import VLLM, vllm_environment
 from bench.headline.goodput import RequestDetail
 from bench.headline.servers import running
-from bench.headline.systems import KV_BYTES, Machine, mooncake_repository, plan_of
+from bench.headline.systems import (
+    KV_BYTES,
+    Machine,
+    ServerCommand,
+    SystemPlan,
+    mooncake_repository,
+    plan_of,
+    url,
+    vllm,
+)
 from bench.headline.traces import TraceRequest, at_rate, probes
 from loadtest.harness.benchmark import benchmark, console
 from loadtest.harness.result import Cell, Target
 from loadtest.harness.server import PROJECT, CannotMeasure, own_ports
 
-SYSTEMS = ("vllm", "mooncake-vllm")
+SYSTEMS = ("vllm", "mooncake-vllm", "vllm-shared")
 STREAMS, STREAM_PROMPT_TOKENS, STREAM_TOKENS = 8, 128, 128
 COLD, WARM, PROMPT_TOKENS, SHARED = 8, 3, 4096, 0.9
 CELLS = 4  # of a round
 LIMITS = "600,10"  # TTFT and TBT in seconds: engines are compared, so ours rejects nothing
-THROUGHPUT_GOAL, OWN_CACHE_GOAL, COLD_GOAL = 0.9, 1.5, 0.35
+THROUGHPUT_GOAL, OWN_CACHE_GOAL, COLD_GOAL, SAVING_GOAL = 0.9, 1.5, 0.35, 1.05
+CONNECTOR = {
+    "kv_connector": "MooncakeTritonConnector",
+    "kv_connector_module_path": "backends.engine.vllm.store_connector",
+    "kv_role": "kv_both",
+}
 CHECKPOINT = PROJECT / ".mooncake" / "checkpoints" / "smollm2-135m"
 
 
@@ -61,9 +84,29 @@ def begins_as(cold: Sequence[TraceRequest], count: int, cell: int) -> list[Trace
     ]
 
 
+def shared_plan(machine: Machine, ports: Sequence[int], folder: Path) -> SystemPlan:
+    """`folder`: of the store's sockets."""
+    words = [sys.executable, "-m", "backends.cli", "store", "serve", "--folder", str(folder)]
+    words += ["--store-bytes", str(KV_BYTES // 2)]
+    store = ServerCommand("store", tuple(words), "")
+    extra = ("--kv-transfer-config", json.dumps(CONNECTOR), "--block-size", "32")
+    variables = {"MOONCAKE_DIRECTORY": f"ipc://{folder}/directory"}
+    engine = vllm(machine, "vllm-shared", ports[0], machine.cores, KV_BYTES // 4, extra, variables)
+    return SystemPlan(((store,), (engine,)), url(ports[0]))
+
+
 def measure(machine: Machine, system: str, number: int) -> dict[str, Cell]:
-    cell = number * CELLS
-    plan, logs = plan_of(system, machine, own_ports(6)), machine.state / "logs" / system
+    with contextlib.ExitStack() as steps:
+        if system == "vllm-shared":
+            folder = Path(steps.enter_context(tempfile.TemporaryDirectory()))
+            plan = shared_plan(machine, own_ports(6), folder / "s")
+        else:
+            plan = plan_of(system, machine, own_ports(6))
+        return _measured(machine, system, number, plan)
+
+
+def _measured(machine: Machine, system: str, number: int, plan: SystemPlan) -> dict[str, Cell]:
+    cell, logs = number * CELLS, machine.state / "logs" / system
 
     def sent(requests: Sequence[TraceRequest], at_once_max: int) -> list[RequestDetail]:
         found = send(
@@ -94,7 +137,7 @@ def measure(machine: Machine, system: str, number: int) -> dict[str, Cell]:
 
 
 def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
-    plain, ours = (
+    plain, ours, shared = (
         {
             name: statistics.median(float(row[name]) for row in rows if row["system"] == system)
             for name in ("output_tokens_per_s", "cold_ttft_s", "warm_ttft_s")
@@ -117,6 +160,13 @@ def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
             "<=",
             COLD_GOAL,
         ),
+        Target(
+            "saving_over_plain",
+            round(shared["cold_ttft_s"] / plain["cold_ttft_s"], 3),
+            "<=",
+            SAVING_GOAL,
+            "time to compute 4k tokens, and save them",
+        ),
     ]
 
 
@@ -136,7 +186,7 @@ def main(
         vllm_bin = vllm_environment()
         cores = tuple(sorted(os.sched_getaffinity(0)))
         machine = Machine(checkpoint.resolve(), vllm_bin, None, cores, state.resolve())
-        mooncake_repository(machine, "mooncake-vllm", LIMITS)
+        mooncake_repository(machine, "mooncake-vllm", LIMITS, len(cores))
         run.constants |= {"vllm": VLLM, "cores": len(cores), "kv_bytes": KV_BYTES}
         for number in range(rounds):
             turn = number % len(SYSTEMS)

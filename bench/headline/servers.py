@@ -86,7 +86,7 @@ def start(command: ServerCommand, logs: Path) -> subprocess.Popen[bytes]:
 
 def wait_ready(command: ServerCommand, process: subprocess.Popen[bytes], logs: Path) -> None:
     give_up_s = time.monotonic() + READY_S_MAX
-    while not answers(command.ready_url):
+    while command.ready_url and not answers(command.ready_url):
         why = ""
         if process.poll() is not None:
             why = f"ended with status {process.returncode}"

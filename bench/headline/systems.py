@@ -57,7 +57,7 @@ NIXL = {
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """One process group; ready when `ready_url` answers 200."""
+    """One process group; ready when `ready_url` answers 200. "": before what starts later."""
 
     name: str
     words: tuple[str, ...]
@@ -183,9 +183,12 @@ def repository_of(machine: Machine, system: str) -> Path:
     return machine.state / f"{system}-repository"
 
 
-def mooncake_repository(machine: Machine, system: str, limits: str = AUTO) -> None:
-    """Copy the shipped model repository; only the workers' engine and memory for KV differ, and the
-    service levels if `limits` is TTFT,TBT in seconds. Raises ValueError for other limits."""
+def mooncake_repository(
+    machine: Machine, system: str, limits: str = AUTO, threads: int = 1
+) -> None:
+    """Copy the shipped model repository; only the workers' engine, threads and memory for KV
+    differ, and the service levels if `limits` is TTFT,TBT in seconds. Raises ValueError for other
+    limits."""
     folder = repository_of(machine, system)
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(shipped_repository(), folder)
@@ -196,6 +199,8 @@ def mooncake_repository(machine: Machine, system: str, limits: str = AUTO) -> No
         set_parameters(folder, "conductor", {"ttft_slo_s": ttft_s, "tbt_slo_s": tbt_s})
     for worker in workers:
         set_parameters(folder, worker, {"kv_bytes": KV_BYTES // 2 // len(workers)})
+        if threads != 1:
+            set_parameters(folder, worker, {"threads": threads})
         if system == "mooncake-vllm":
             python = machine.vllm_bin / "python"
             set_parameters(folder, worker, {"engine": "vllm", "engine_python": str(python)})
