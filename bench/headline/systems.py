@@ -184,7 +184,7 @@ def repository_of(machine: Machine, system: str) -> Path:
 
 
 def mooncake_repository(
-    machine: Machine, system: str, limits: str = AUTO, threads: int = 1
+    machine: Machine, system: str, limits: str = AUTO, prefill_threads: int = 1
 ) -> None:
     """Copy the shipped model repository; only the workers' engine, threads and memory for KV
     differ, and the service levels if `limits` is TTFT,TBT in seconds. Raises ValueError for other
@@ -199,8 +199,8 @@ def mooncake_repository(
         set_parameters(folder, "conductor", {"ttft_slo_s": ttft_s, "tbt_slo_s": tbt_s})
     for worker in workers:
         set_parameters(folder, worker, {"kv_bytes": KV_BYTES // 2 // len(workers)})
-        if threads != 1:
-            set_parameters(folder, worker, {"threads": threads})
+        if prefill_threads != 1 and worker.startswith("prefill"):
+            set_parameters(folder, worker, {"threads": prefill_threads})
         if system == "mooncake-vllm":
             python = machine.vllm_bin / "python"
             set_parameters(folder, worker, {"engine": "vllm", "engine_python": str(python)})
