@@ -237,19 +237,16 @@ class Guides:
 
         name, keywords = guide_name(kind), ""
         if kind in (JSON_SCHEMA, STRUCTURAL_TAG):
-            schema, problems = read_schema(_schema_of(kind, text))
-            if problems:
-                raise InvalidRequest([f"{name}: {problem}" for problem in problems])
-            guided = {**constraints_of(schema), "x-guidance": OPTIONS}
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(guided)
+            schema = _checked_schema(kind, text)
             if kind == STRUCTURAL_TAG:
-                grammar = _tagged(_tag(text), guided, vocabulary.special_ids)
+                grammar = tagged_grammar(text, vocabulary.special_ids)
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(_guided(schema))
             keywords = f" (its keywords: {', '.join(sorted(keywords_in(schema)))})"
         elif kind == REGEX:
             grammar = llguidance.LLMatcher.grammar_from_regex(text)
         else:
-            if "%json" in text:  # its schema would not be checked (json_schema.py)
-                raise InvalidRequest(f"{name}: %json is not supported; send a JSON schema instead")
+            check_grammar(text)
             try:
                 grammar = llguidance.grammar_from(GRAMMAR_FORMAT, text)
             except ValueError as error:
@@ -260,6 +257,35 @@ class Guides:
         if error := _error_at_first_tokens(matcher):
             raise InvalidRequest(f"{name} cannot be followed: {_first_line(error)}{keywords}")
         return matcher
+
+
+def guided_schema(text: str) -> dict[str, Any]:
+    """A JSON schema as llguidance gets it. Raises InvalidRequest."""
+    return _guided(_checked_schema(JSON_SCHEMA, text))
+
+
+def check_grammar(text: str) -> None:
+    """Raises InvalidRequest if a grammar has a part whose check would be left out."""
+    if "%json" in text:  # its schema would not be checked (json_schema.py)
+        name = guide_name(GRAMMAR)
+        raise InvalidRequest(f"{name}: %json is not supported; send a JSON schema instead")
+
+
+def tagged_grammar(text: str, special_ids: Mapping[str, int]) -> str:
+    """The grammar of a structural tag in Lark. `special_ids`: texts of special tokens -> their ids.
+    Raises InvalidRequest."""
+    return _tagged(_tag(text), _guided(_checked_schema(STRUCTURAL_TAG, text)), special_ids)
+
+
+def _checked_schema(kind: str, text: str) -> Any:
+    schema, problems = read_schema(_schema_of(kind, text))
+    if problems:
+        raise InvalidRequest([f"{guide_name(kind)}: {problem}" for problem in problems])
+    return schema
+
+
+def _guided(schema: Any) -> dict[str, Any]:
+    return {**constraints_of(schema), "x-guidance": OPTIONS}
 
 
 class _Tag(NamedTuple):
