@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from backends.engine.connected.channel import ConnectorHost
 from backends.engine.interface import ServingEngine
 from backends.engine.sampling_params import SamplingParams
+from backends.token_logprobs import TokenLogprobs
 
 log = logging.getLogger(__name__)
 FAILURES_MAX = 3  # in a row; a single failure may be an accident
@@ -45,7 +46,9 @@ class Outcome:
 class Sink(Protocol):
     """Notified of one generation in the engine's thread. The methods must return soon."""
 
-    def tokens(self, token_ids: list[int]) -> None: ...
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """`logprobs`: of each token, if the request wants logprobs."""
+
     def ended(self, outcome: Outcome) -> None:
         """Called exactly once, after the last tokens."""
 

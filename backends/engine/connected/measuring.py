@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from backends.engine.connected.generation import ConnectedEngine, Order, Outcome
 from backends.engine.sampling_params import SamplingParams
+from backends.token_logprobs import TokenLogprobs
 
 # (new tokens, tokens before them)
 PREFILL_POINTS = (
@@ -39,7 +40,7 @@ class Stopwatch:
         self.error: Exception | None = None
         self._is_over = threading.Event()
 
-    def tokens(self, token_ids: list[int]) -> None:
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         self.token_s += [time.perf_counter()] * len(token_ids)
 
     def ended(self, outcome: Outcome) -> None:

@@ -208,7 +208,7 @@ class VllmThread:
         if sink is None:
             return
         if news.token_ids:
-            sink.tokens(news.token_ids)
+            sink.tokens(news.token_ids, news.logprobs)
         if news.finish_reason:
             del self._sinks[news.number]
             sink.ended(_outcome(news))

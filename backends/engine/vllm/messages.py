@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from backends.token_logprobs import TokenLogprobs
+
 
 class Setup(msgspec.Struct, frozen=True):
     address: str  # ipc address of the worker's inbox; the process's own has OWN behind it
@@ -80,6 +82,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: str = ""  # stop | length | abort | error; "": it goes on
     error: str = ""
     is_refused: bool = False  # the error is the request's
+    logprobs: list[TokenLogprobs] = []  # of each of `token_ids`, if requested
 
 
 class Outputs(msgspec.Struct, tag="outputs", frozen=True):

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from backends.engine.connected.generation import EngineRun, Order, Outcome
 from backends.engine.connected.measuring import measured_decode
 from backends.engine.connected.messages import Stage
 from backends.errors import WorkerUnavailable
+from backends.token_logprobs import TokenLogprobs
 from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, EngineUse
 from backends.workers.decode_worker import DecodeWorker
 from backends.workers.driver import DecodeDriver, Samples
@@ -37,6 +39,11 @@ from mooncake_store.layout import blocks_touched
 ENDS_WELL = ("length", "end_id", "stop_word")
 # The block that the last step filled may not come any more.
 LAST_BLOCK_S_MAX = 1.0
+
+
+class NewTokens(NamedTuple):
+    token_ids: list[int]
+    logprobs: Sequence[TokenLogprobs]  # of each token; (): not wanted
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +60,12 @@ class EngineAnswer:
     is_staged: bool = False
     is_claimed: bool = False  # the connector has recognised the request
     is_believed: bool = False  # all of its KV is verified; only changed in the engine's thread
-    held: list[list[int] | Outcome] = field(default_factory=list)  # tokens, last perhaps the end
+    held: list[NewTokens | Outcome] = field(default_factory=list)  # tokens, last perhaps the end
     held_s: float = 0.0  # time at which the first of `held` came (monotonic); 0: none is held
     ended_s: float = 0.0  # time at which the job left its worker (monotonic); 0: not yet
 
-    def tokens(self, token_ids: list[int]) -> None:
-        self._take(token_ids)
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        self._take(NewTokens(token_ids, logprobs))
 
     def ended(self, outcome: Outcome) -> None:
         if outcome.error is None:
@@ -67,7 +74,7 @@ class EngineAnswer:
             self.held, self.held_s = [], 0.0
             self.driver.ended(self.job, outcome)
 
-    def _take(self, news: list[int] | Outcome) -> None:
+    def _take(self, news: NewTokens | Outcome) -> None:
         self.is_believed = self.is_believed or self.driver.has_read(self.job)
         if self.is_believed and not self.held:
             self._carry_out(news)
@@ -88,11 +95,11 @@ class EngineAnswer:
             self.held, self.held_s = [], 0.0
             self.driver.fail(self.job, error)
 
-    def _carry_out(self, news: list[int] | Outcome) -> None:
+    def _carry_out(self, news: NewTokens | Outcome) -> None:
         if isinstance(news, Outcome):
             self.driver.ended(self.job, news)
         else:
-            self.driver.decoded(self.job, news)
+            self.driver.decoded(self.job, *news)
 
 
 class ConnectedDecode(
@@ -192,9 +199,16 @@ class ConnectedDecode(
 
     # -- reports: in the engine's thread, or in the channel's
 
-    def decoded(self, job: DecodeJob, token_ids: list[int]) -> None:
+    def decoded(
+        self, job: DecodeJob, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()
+    ) -> None:
         self._worker.process.watch.progressed(time.monotonic())
-        self._worker.decoded([(job, token_ids)])
+        if not logprobs:
+            self._worker.decoded([(job, token_ids)])
+        for token_id, its in zip(token_ids, logprobs, strict=False):
+            if not job.finish_reason:  # one by one: a stop word may end the answer between them
+                job.drawn_logprobs.append(its)
+                self._worker.decoded([(job, [token_id])])
         if job.finish_reason:
             self._health.went_well()
         if not self._has_news:

@@ -29,6 +29,7 @@ from backends.engine.connected.generation import EngineRun, Order, Outcome
 from backends.engine.connected.measuring import measured_prefill
 from backends.engine.connected.messages import Stage
 from backends.errors import WorkerUnavailable
+from backends.token_logprobs import TokenLogprobs
 from backends.workers.connected.driver import UNCLAIMED_S_MAX, ConnectedDriver, EngineUse
 from backends.workers.driver import Samples
 from backends.workers.jobs import PrefillJob
@@ -66,8 +67,8 @@ class StagedPrompt:
         """True if the number of cached tokens is known, and that the loaded KV is right."""
         return (self.is_claimed and self.is_loaded) or self.is_unmatched
 
-    def tokens(self, token_ids: list[int]) -> None:
-        self.driver.computed(self, token_ids[0])
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        self.driver.computed(self, token_ids[0], logprobs[:1])
 
     def ended(self, outcome: Outcome) -> None:
         self.driver.ended(self, outcome)
@@ -210,7 +211,9 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
             prompt.is_loaded = True
         self._go_on(prompt)
 
-    def computed(self, prompt: StagedPrompt, token_id: int) -> None:
+    def computed(
+        self, prompt: StagedPrompt, token_id: int, logprobs: Sequence[TokenLogprobs] = ()
+    ) -> None:
         now_s, worker, job = time.monotonic(), self._worker, prompt.job
         with worker.lock:
             if job.has_left or prompt.token_id is not None:
@@ -222,6 +225,7 @@ class ConnectedPrefill(ConnectedDriver[PrefillWorker, PrefillJob]):
             job.computing_from_s = max(prompt.given_s, self._step_began_s)
             job.compute_s = now_s - job.computing_from_s
             job.computed_at_s = now_s
+            job.logprobs = list(logprobs)  # before `token_id`: another thread may send both
             prompt.token_id = token_id
             left = len(job.token_ids) - prompt.started_tokens
             worker.batching.computed([Chunk(job.request_id, prompt.started_tokens, left, True)])

@@ -13,12 +13,14 @@ import threading
 import msgspec
 
 from backends.engine.vllm import messages as m
+from backends.token_logprobs import TokenLogprobs
 from mooncake_store.block_keys import unpacked_tokens
 from mooncake_store.wire.mailbox import Inbox, Outbox
 
 DESCRIBED = m.DescribedKv(
     "0.32.0", "SmallForCausalLM", 2, 64, 2, 32, False, "float32", 32, 2048, 1024, "cpu", "id", False
 )
+LOGPROBS = TokenLogprobs(-0.5, (7, 3), (-0.5, -1.5))
 ENDS_WELL, REFUSED, DIES, STAYS = range(4)  # second token of a prompt
 
 
@@ -50,7 +52,8 @@ def main() -> None:
         elif how == REFUSED:
             send(m.Outputs([m.Output(number, [], "error", "vllm: too long", is_refused=True)]))
         else:
-            news = [m.Output(number, [7] * count)]
+            logprobs = [LOGPROBS] * count if "logprobs" in asked.sampling else []
+            news = [m.Output(number, [7] * count, logprobs=logprobs)]
             send(m.Outputs(news if how == STAYS else [*news, m.Output(number, [], "length")]))
 
     inbox: Inbox[m.FromWorker] = Inbox(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,15 @@ from backends.engine.vllm import llm_thread
 from backends.engine.vllm import messages as m
 from backends.engine.vllm.llm_thread import VllmThread
 from backends.errors import ConfigError, InvalidRequest, WorkerUnavailable
-from tests.backends.engine.vllm.small_process import DESCRIBED, DIES, ENDS_WELL, REFUSED, STAYS
+from backends.token_logprobs import TokenLogprobs
+from tests.backends.engine.vllm.small_process import (
+    DESCRIBED,
+    DIES,
+    ENDS_WELL,
+    LOGPROBS,
+    REFUSED,
+    STAYS,
+)
 from tests.e2e.server import wait_until
 
 WAIT_S = 20.0
@@ -28,10 +36,12 @@ class Noted:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
         self._ends: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
 
-    def tokens(self, token_ids: list[int]) -> None:
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         self.token_ids += token_ids
+        self.logprobs += logprobs
 
     def ended(self, outcome: Outcome) -> None:
         self._ends.put(outcome)
@@ -76,6 +86,13 @@ def test_a_generation_brings_its_tokens_and_then_one_end(opened: Open) -> None:
     assert sink.token_ids == [7] * 5
     assert thread.is_healthy
     assert not sink.has_further_end
+
+
+def test_tokens_come_with_logprobs_if_they_were_asked_for(opened: Open) -> None:
+    thread, sink = begun(opened()), Noted()
+    thread.generate(Order([2, ENDS_WELL], {"max_tokens": 2, "logprobs": 2}), sink)
+    assert sink.end() == Outcome("length")
+    assert sink.logprobs == [LOGPROBS] * 2
 
 
 def test_what_vllm_refuses_is_the_clients_mistake_and_the_engine_stays_healthy(
