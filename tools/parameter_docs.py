@@ -86,8 +86,9 @@ its own, so far on CPUs only ([what has run where](../../deploy/README.md#what-h
 
 `kv_bytes` is vLLM's KV memory and, once more, a staging pool in `/dev/shm`. `chunk_tokens` and
 `slots` are its `max_num_batched_tokens` and `max_num_seqs`, `threads` its threads on CPUs. Sampled
-tokens (not greedy ones) are drawn by vLLM, so a request that moves to another worker goes on with
-other tokens than it would have had. Log probabilities, grammars and penalties are refused."""
+tokens (not greedy ones) are drawn by vLLM, so a request that another worker resumes has
+other tokens than it would have had. Log probabilities of prompts are refused, and those of output
+tokens together with a grammar."""
 
 DECISIONS = """`conductor/config.py` has the reason for each default. All numbers must be finite."""
 

@@ -43,6 +43,8 @@ TYPES = {
     "top_p": "FP32",
     "min_p": "FP32",
     "repetition_penalty": "FP32",
+    "presence_penalty": "FP32",
+    "frequency_penalty": "FP32",
     "seed": "UINT64",
     "text_input": "BYTES",
     "stop_words": "BYTES",
@@ -50,6 +52,8 @@ TYPES = {
     "beam_width": "INT32",
     "sampling_parameters": "BYTES",
     "guided_json": "BYTES",
+    "guided_decoding_guide": "BYTES",
+    "guided_decoding_guide_type": "BYTES",
     "return_log_probs": "BOOL",
     "top_logprobs": "INT32",
 }

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.e2e.server import ROOT, Server, running
 from tests.e2e.trtllm import set_parameter
@@ -47,14 +47,33 @@ def plain_tokens(
     checkpoint: Path, prompts: Sequence[Sequence[int]], tokens: int, **arguments: Any
 ) -> list[list[int]]:
     """The greedy answers of plain vLLM."""
+    asked = [PlainRequest(prompt) for prompt in prompts]
+    return [answer.token_ids for answer in plain_answers(checkpoint, asked, tokens, **arguments)]
+
+
+class PlainRequest(NamedTuple):
+    prompt: Sequence[int]
+    sampling: Mapping[str, Any] = {}  # further keywords of vLLM's SamplingParams
+
+
+class PlainAnswer(NamedTuple):
+    token_ids: list[int]
+    log_probs: list[float]  # of each token, if `sampling` has `logprobs`
+
+
+def plain_answers(
+    checkpoint: Path, requests: Sequence[PlainRequest], tokens: int, **arguments: Any
+) -> list[PlainAnswer]:
+    """The greedy answers of plain vLLM. `tokens`: of each answer, unless its sampling differs."""
     asked = {
         "model": str(checkpoint),
-        "prompts": [list(prompt) for prompt in prompts],
+        "prompts": [list(request.prompt) for request in requests],
+        "sampling": [dict(request.sampling) for request in requests],
         "tokens": tokens,
         "arguments": {"max_model_len": 1536, **arguments},
     }
-    found: list[list[int]] = json.loads(program("tests.vllm.plain_tokens", asked=asked))
-    return found
+    found = json.loads(program("tests.vllm.plain_tokens", asked=asked))
+    return [PlainAnswer(*each) for each in found]
 
 
 def prompts_of(lengths: Sequence[int], seed: int, vocabulary_tokens: int = 2048) -> list[list[int]]:

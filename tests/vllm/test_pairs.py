@@ -9,19 +9,42 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from tests.e2e.role_orders import RoleOrders
-from tests.e2e.server import Answer, Server, wait_until
+from tests.e2e.server import Answer, Server, take, wait_until
 from tests.vllm.engine_processes import alive, engine_core, engine_processes, segments
-from tests.vllm.serving import BORDERS, plain_tokens, prompts_of, random_checkpoint, serving
+from tests.vllm.serving import (
+    BORDERS,
+    PlainAnswer,
+    PlainRequest,
+    plain_answers,
+    prompts_of,
+    random_checkpoint,
+    serving,
+)
 
 TOKENS = 40
 PREFILL, DECODE = ("prefill_0", "prefill_1"), ("decode_0", "decode_1")  # on nodes s0 and s1
 PAIRS = list(itertools.product(PREFILL, DECODE))
 AT_ONCE = 16
 RESTART_S_MAX = 120.0
+PATTERN = "[a-f]{10,20}-[0-9]{3}"
+PENALTIES = {"repetition_penalty": 1.25, "presence_penalty": 2.0, "frequency_penalty": 1.5}
+# Inputs of our server, and what plain vLLM gets instead.
+SAMPLED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (PENALTIES | {"end_id": -1}, PENALTIES),
+    (
+        PENALTIES | {"end_id": -1, "return_log_probs": True, "top_logprobs": 3},
+        PENALTIES | {"logprobs": 3},
+    ),
+    (
+        {"guided_decoding_guide": PATTERN, "guided_decoding_guide_type": "regex"},
+        {"structured_outputs": {"regex": PATTERN}, "ignore_eos": False},
+    ),
+]
 
 
 @dataclass
@@ -29,6 +52,7 @@ class Pairs:
     server: Server
     sets: list[list[list[int]]]  # a set of prompts for each pair, and two more
     expected: list[list[list[int]]]
+    sampled: list[PlainAnswer]  # to the first prompt of the last set, for each of SAMPLED
 
     def ask(self, prompt: list[int], prefill: str = "", decode: str = "") -> Answer:
         pinned = {"prefill_worker": prefill, "decode_worker": decode}
@@ -38,6 +62,26 @@ class Pairs:
             end_id=-1,
             parameters={name: value for name, value in pinned.items() if value},
         )
+
+    def check_sampled(self, number: int, prefill: str = "", decode: str = "") -> None:
+        """Ask with the inputs of SAMPLED."""
+        pinned = {"prefill_worker": prefill, "decode_worker": decode}
+        stream = self.server.stream(
+            input_ids=self.sets[-1][0],
+            max_tokens=TOKENS,
+            stream=True,
+            parameters={name: value for name, value in pinned.items() if value},
+            **SAMPLED[number][0],
+        )
+        answer, log_probs = Answer(), list[float]()
+        while (result := stream.next()) is not None:
+            take(answer, result)
+            if (found := result.as_numpy("output_log_probs")) is not None:
+                log_probs += found.reshape(-1).tolist()
+        stream.leave()
+        expected = self.sampled[number]
+        assert (answer.error, answer.output_ids) == ("", expected.token_ids), SAMPLED[number]
+        assert log_probs == pytest.approx(expected.log_probs, abs=1e-3)
 
     def check(self, number: int, prefill: str = "", decode: str = "") -> list[int]:
         """Ask the prompts of a set; the cached tokens of each."""
@@ -54,11 +98,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
     folder = tmp_path_factory.mktemp("pairs")
     checkpoint = random_checkpoint("llama", folder / "checkpoint")
     sets = [prompts_of(BORDERS, seed=20 + number) for number in range(len(PAIRS) + 2)]
-    flat = plain_tokens(checkpoint, list(itertools.chain(*sets)), TOKENS)
+    plain = [PlainRequest(prompt) for prompt in itertools.chain(*sets)]
+    plain += [PlainRequest(sets[-1][0], sampling) for _, sampling in SAMPLED]
+    answers = plain_answers(checkpoint, plain, TOKENS)
+    flat = [answer.token_ids for answer in answers[: -len(SAMPLED)]]
     expected = [flat[i : i + len(BORDERS)] for i in range(0, len(flat), len(BORDERS))]
     roles = {"roles": "both"}
     for server in serving(folder, folder / "state", checkpoint, workers=2, parameters=roles):
-        yield Pairs(server, sets, expected)
+        yield Pairs(server, sets, expected, answers[-len(SAMPLED) :])
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -99,6 +146,13 @@ def test_the_metrics_of_vllm_move(pairs: Pairs) -> None:
     assert pairs.server.metric("mooncake_handover_tokens_total", path="loaded")
 
 
+@pytest.mark.parametrize("number", range(len(SAMPLED)), ids=["penalties", "logprobs", "grammar"])
+def test_penalties_logprobs_and_grammars_are_those_of_plain_vllm(pairs: Pairs, number: int) -> None:
+    for pair in PAIRS:
+        pairs.check_sampled(number, *pair)
+    wait_until(pairs.server.is_idle, "the last pages and leases to go")
+
+
 def test_requests_at_once_get_the_tokens_of_plain_vllm(pairs: Pairs) -> None:
     asked = [(i % len(PAIRS), i % len(BORDERS), PAIRS[i * 3 % 4]) for i in range(AT_ONCE * 2)]
 
@@ -128,9 +182,12 @@ def test_a_killed_engine_costs_no_answer_and_its_worker_comes_back(
     memory = segments(before)
     victim = before[0] if not depth else engine_core(before[0])
     with ThreadPoolExecutor(4) as threads:
+        sampled = [threads.submit(pairs.check_sampled, number) for number in range(len(SAMPLED))]
         asked = [threads.submit(pairs.ask, prompt) for prompt in pairs.sets[-1]]
         os.kill(victim.pid, signal.SIGKILL)
         answers = [each.result() for each in asked]
+        for each in sampled:
+            each.result()
     for answer, expected in zip(answers, pairs.expected[-1], strict=True):
         assert (answer.error, answer.output_ids) == ("", expected)
     wait_until(lambda: not alive(before), f"the end of {alive(before)}")

@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from backends.engine.vllm.logits_processors import processor_of
 
 
 def engine_config(arguments: Mapping[str, Any]) -> Any:
@@ -26,13 +28,17 @@ def engine_config(arguments: Mapping[str, Any]) -> Any:
     values = dict(arguments)
     if connector := values.get("kv_transfer_config"):
         values["kv_transfer_config"] = KVTransferConfig(**connector)
+    if guided := values.get("structured_outputs_config"):
+        values["structured_outputs_config"] = StructuredOutputsConfig(**guided)
     if current_platform.is_cpu():
         preload_openmp()
     if current_platform.is_cpu() and values.get("tensor_parallel_size", 1) == 1:
         # One rank computes in the EngineCore. By default vLLM gives it a process on CPUs, to set
         # its threads, which ours sets by itself. Such a process spins for a second after a step.
         values["distributed_executor_backend"] = UniProcExecutor
-    return AsyncEngineArgs(**values).create_engine_config()
+    config = AsyncEngineArgs(**values).create_engine_config()
+    config.model_config.logits_processors = [processor_of(config)]
+    return config
 
 
 def preload_openmp() -> None:

@@ -39,6 +39,7 @@ from backends.engine.connected import messages as m
 from backends.engine.connected.block_pages import LlmId, Orders
 from backends.engine.connected.channel import SCHEDULER, ConnectorLink, rank_name
 from backends.engine.connected.rank_copies import RankCopies, register
+from backends.engine.vllm.answer_grammar import follow_answer
 from backends.engine.vllm.pages import block_pages, bytes_of, layers_of
 from backends.engine.vllm.scheduler import NAME, PinnedPages, StepData, VllmScheduler
 
@@ -129,6 +130,7 @@ class MooncakeConnector(KVConnectorBase_V1):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         with self._saying_why():
+            follow_answer(request)
             if request.mm_features:
                 return 0, False
             name = (request.kv_transfer_params or {}).get(NAME)

@@ -35,6 +35,7 @@ from backends.engine.interpreter import VLLM_SUPPORTED, engine_interpreter, inte
 from backends.engine.model_config import CheckpointError, read_config
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.vllm import messages as m
+from backends.engine.vllm.guided import special_ids
 from backends.engine.vllm.kv_form import kv_form
 from backends.engine.vllm.llm_thread import VllmThread
 from backends.engine.vllm.sampling import vllm_sampling
@@ -73,6 +74,7 @@ class VllmEngine:
             devices = visible_devices(os.environ, config.gpus)
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._special_ids = special_ids(folder, ends)
         self.eos_token_ids = ends
         self._memory: EngineMemory | None = None
         self._llm: VllmThread | None = VllmThread(
@@ -137,7 +139,7 @@ class VllmEngine:
     def sampling(
         self, params: SamplingParams, position: int, tokens: int, prompt_tokens: int = 0
     ) -> dict[str, Any]:
-        return vllm_sampling(params, position, tokens)
+        return vllm_sampling(params, position, tokens, self._special_ids)
 
     def native_params(self, request_id: str, state: bytes) -> Any:
         raise AssertionError("vLLM hands KV over through the store")

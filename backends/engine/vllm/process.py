@@ -36,12 +36,14 @@ from backends.engine.vllm.messages import (
     VllmFailed,
 )
 from backends.engine.vllm.scheduler import NAME
+from backends.token_logprobs import TokenLogprobs
 from mooncake_store.block_keys import unpacked_tokens
 from mooncake_store.wire.mailbox import Inbox, Outbox
 
 log = logging.getLogger(__name__)
 WATCH_S = 0.2
 GOODBYE_S_MAX = 8.0  # for vLLM's own shutdown
+UNFOLLOWED = "vllm: the model cannot follow the grammar of the answer"
 
 
 class StepStats:
@@ -175,11 +177,15 @@ class EngineProcess:
         number = asked.number
         try:
             async for found in self._llm.generate(
-                _prompt(asked), _sampling(asked), request_id=str(number)
+                _prompt(asked), vllm_params(asked), request_id=str(number)
             ):
                 news = found.outputs[0]
-                if news.token_ids or news.finish_reason:
-                    self._say(Output(number, list(news.token_ids), news.finish_reason or ""))
+                if news.finish_reason == "error" and "structured_outputs" in asked.sampling:
+                    self._say(Output(number, [], "error", UNFOLLOWED, is_refused=True))
+                elif news.token_ids or news.finish_reason:
+                    token_ids, logprobs = list(news.token_ids), token_logprobs(asked, news)
+                    reason = news.finish_reason or ""
+                    self._say(Output(number, token_ids, reason, logprobs=logprobs))
         except (ValueError, VLLMClientError) as error:  # vLLM checks requests before it takes them
             self._say(Output(number, [], "error", f"vllm: {error}", is_refused=True))
         except EngineDeadError as error:
@@ -213,18 +219,31 @@ def _prompt(asked: Generate) -> Any:
     return prompt
 
 
-def _sampling(asked: Generate) -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+def vllm_params(asked: Generate) -> Any:
+    """vLLM's SamplingParams."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
-    further: dict[str, Any] = {}
+    wanted = dict(asked.sampling)
+    further = dict(wanted.pop("extra_args", {}))
     if asked.request_id:
         further["kv_transfer_params"] = {NAME: asked.request_id}
+    if guided := wanted.pop("structured_outputs", None):
+        wanted["structured_outputs"] = StructuredOutputsParams(**guided)
     return SamplingParams(
-        **asked.sampling,
-        output_kind=RequestOutputKind.DELTA,
-        detokenize=False,
-        extra_args=further or None,
+        **wanted, output_kind=RequestOutputKind.DELTA, detokenize=False, extra_args=further or None
     )
+
+
+def token_logprobs(asked: Generate, news: Any) -> list[TokenLogprobs]:
+    """Of each new token; [] if the request wants none. Of equal logprobs, the lowest id is best."""
+    if "logprobs" not in asked.sampling:
+        return []
+    top, found = asked.sampling["logprobs"], []
+    for token_id, by_id in zip(news.token_ids, news.logprobs, strict=True):
+        best = sorted((-each.logprob, other) for other, each in by_id.items())[:top]
+        ids, log_probs = tuple(other for _, other in best), tuple(-below for below, _ in best)
+        found.append(TokenLogprobs(by_id[token_id].logprob, ids, log_probs))
+    return found
 
 
 def end_with_input(on_end: Callable[[], None]) -> None:

@@ -20,6 +20,8 @@ from backends.engine.connected.settings import (
     device_problems,
     refused_options,
 )
+from backends.engine.vllm.guided import GUIDED_BACKEND
+from backends.token_logprobs import TOP_LOGPROBS_MAX
 
 # Options that another parameter of config.pbtxt sets.
 SAID_ELSEWHERE = {
@@ -53,6 +55,8 @@ ONLY: AllowedValues = {
     "kv_offloading_size": ((None,), "the store is the host cache"),
     "enable_sleep_mode": ((False,), "pages would be lost behind the connector's back"),
     "runner": (("auto", "generate"), "workers generate text"),
+    "logprobs_mode": (("raw_logprobs",), "clients get logprobs of the model's own logits"),
+    "structured_outputs_config": ((GUIDED_BACKEND,), "grammars are in llguidance's language"),
 }
 
 # Options that decide when a step runs, or what is counted or shown; not what is computed.
@@ -63,7 +67,7 @@ HARMLESS_OPTIONS = frozenset({
     "cudagraph_capture_sizes", "max_cudagraph_capture_size", "max_logprobs", "seed",
     "skip_tokenizer_init", "tokenizer", "tokenizer_mode", "use_tqdm_on_load", "load_format",
     "safetensors_load_strategy", "download_dir", "shutdown_timeout", "stream_interval",
-    "structured_outputs_config", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank",
+    "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank",
 })  # fmt: skip
 
 CONNECTOR = {
@@ -119,6 +123,8 @@ def first_arguments(
         "disable_log_stats": False,
         "generation_config": "vllm",  # the worker has the end tokens
         "kv_transfer_config": CONNECTOR,
+        "max_logprobs": TOP_LOGPROBS_MAX,
+        "structured_outputs_config": GUIDED_BACKEND,
         **({"max_model_len": spec.context_tokens_max} if spec.context_tokens_max else {}),
         **options,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ os.environ |= {
 if TYPE_CHECKING:
     from tests.vllm.inside.real_engine import Family, PlainModel, RealVllm
 
+DEMO = Path(__file__).parents[3] / "backends" / "demo_checkpoint"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 PAGE_TOKENS = {"deepseek_v3": 16}  # vLLM has only this for latent attention on a CPU
 
 
@@ -41,6 +44,9 @@ class Engines:
         if name not in self._families:
             folder = self._folder / name
             write_mistral(folder) if name == "mistral" else write(name, folder)
+            if name == "llama":  # grammars need a tokenizer
+                for file in TOKENIZER_FILES:
+                    shutil.copy(DEMO / file, folder / file)
             is_latent = name == "deepseek_v3"
             family = Family(folder, PAGE_TOKENS.get(name, 32), is_latent)
             self._families[name] = family, PlainModel(folder)

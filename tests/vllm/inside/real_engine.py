@@ -24,14 +24,20 @@ import numpy as np
 import torch
 import transformers
 from vllm import SamplingParams
+from vllm.config import StructuredOutputsConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown, get_kv_transfer_group
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from backends.engine.connected import messages as m
 from backends.engine.vllm import connector as connector_module
-from backends.engine.vllm.scheduler import NAME
+from backends.engine.vllm import messages as m_llm
+from backends.engine.vllm import process
+from backends.engine.vllm.guided import GUIDED_BACKEND
+from backends.engine.vllm.logits_processors import GivenTokensV1
 from backends.engine.vllm.settings import CONNECTOR
+from backends.token_logprobs import TOP_LOGPROBS_MAX
 from mooncake_store.block_keys import chain_seed
 from mooncake_store.layout import blocks_touched
 from tests.backends.engine.connected.connected import Connected
@@ -49,6 +55,7 @@ class RealRequest:
     tokens: list[int] = field(default_factory=list)  # prompt and output
     finish_reason: str | None = None
     error: str = ""
+    news: Any = None  # vLLM's newest CompletionOutput
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,12 @@ class PlainModel:
         self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model.eval()
         self._known: dict[tuple[int, ...], list[int]] = {}
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Of the token after these, in float32."""
+        found: np.ndarray = self._model(torch.tensor([list(token_ids)])).logits[0, -1].numpy()
+        return found
 
     @torch.inference_mode()
     def tokens(self, prompt: Sequence[int], count: int) -> list[int]:
@@ -135,6 +148,7 @@ class RealExecutor:
             request = self._going.get(output.request_id)
             if request is not None:
                 request.tokens = request.prompt + list(output.outputs[0].token_ids)
+                request.news = output.outputs[0]
                 if output.finished:
                     request.finish_reason = output.outputs[0].finish_reason
                     del self._going[output.request_id]
@@ -185,11 +199,14 @@ class RealVllm(Connected):
             "num_gpu_blocks_override": blocks,
             "kv_cache_memory_bytes": 2**27,
             "enforce_eager": True,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not (self.family.folder / "tokenizer.json").exists(),
             "enable_prefix_caching": True,
             "disable_hybrid_kv_cache_manager": True,
             "generation_config": "vllm",
             "kv_transfer_config": CONNECTOR,
+            "logits_processors": [GivenTokensV1],
+            "structured_outputs_config": StructuredOutputsConfig(**GUIDED_BACKEND),
+            "max_logprobs": TOP_LOGPROBS_MAX,
             "disable_log_stats": True,
         }
         engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **options}))
@@ -205,15 +222,13 @@ class RealVllm(Connected):
         tokens_max: int,
         salt: str | None = None,
         name: str | None = None,
+        sampling: dict[str, Any] | None = None,
     ) -> RealRequest:
-        """`name`: of the stage; None: the request carries no kv_transfer_params."""
-        params = SamplingParams(
-            max_tokens=tokens_max,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"kv_transfer_params": {NAME: name}} if name else None,
-        )
+        """`name`: of the stage; None: the request carries no kv_transfer_params. `sampling`:
+        keywords as a worker sends them; None: greedy, and no token ends the answer."""
+        wanted = sampling or {"max_tokens": tokens_max, "temperature": 0.0, "ignore_eos": True}
+        params = process.vllm_params(m_llm.Generate(0, name or "", b"", wanted))
+        params.output_kind = RequestOutputKind.CUMULATIVE
         request = RealRequest(f"{number}-{name}", list(prompt), list(prompt))
         self.executor.submit(request, params, salt)
         return request
