@@ -63,7 +63,7 @@ LIMITS = "600,10"  # TTFT and TBT in seconds: engines are compared, so ours reje
 THROUGHPUT_GOAL, OWN_CACHE_GOAL, COLD_GOAL, SAVING_GOAL = 0.9, 1.5, 0.35, 1.05
 CONNECTOR = {
     "kv_connector": "MooncakeTritonConnector",
-    "kv_connector_module_path": "backends.engine.vllm.store_connector",
+    "kv_connector_module_path": "backends.engine.plain_vllm.connector",
     "kv_role": "kv_both",
 }
 CHECKPOINT = PROJECT / ".mooncake" / "checkpoints" / "smollm2-135m"

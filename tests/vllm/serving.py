@@ -100,6 +100,8 @@ def serving(
         for path in repository.glob("*_?/config.pbtxt"):
             for name, value in further.items():
                 set_parameter(repository, path.parent.name, name, value)
+        # A random model is so small that a measured profile may say that no fetch pays.
+        set_parameter(repository, "conductor", "fetch_must_pay", "false")
 
     counts = [f"--prefill={workers}", f"--decode={workers}"]
     arguments = [f"--checkpoint={checkpoint}", "--dtype=float32", *counts]

@@ -27,7 +27,7 @@ TOKENS, BLOCK = 24, 64
 START_S_MAX = 240.0
 CONNECTOR = {
     "kv_connector": "MooncakeTritonConnector",
-    "kv_connector_module_path": "backends.engine.vllm.store_connector",
+    "kv_connector_module_path": "backends.engine.plain_vllm.connector",
     "kv_role": "kv_both",
 }
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

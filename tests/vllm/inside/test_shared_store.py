@@ -43,7 +43,7 @@ class Plain:
         self.family, self._plain = engines.family("llama")
         transfer = {
             "kv_connector": "MooncakeTritonConnector",
-            "kv_connector_module_path": "backends.engine.vllm.store_connector",
+            "kv_connector_module_path": "backends.engine.plain_vllm.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"directory": address, "node_id": "a", **further},
         }
@@ -176,7 +176,7 @@ def test_aborts_at_every_phase_with_few_pages_leave_nothing(
 
 
 def test_requests_whose_kv_depends_on_more_than_tokens_are_computed() -> None:
-    from backends.engine.vllm.store_connector import is_of_tokens
+    from backends.engine.plain_vllm.connector import is_of_tokens
 
     plain = {
         "mm_features": [],

@@ -1,11 +1,11 @@
 """The connector for a plain vLLM server that shares prefixes with others through the store.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector": "MooncakeTritonConnector",
-        "kv_connector_module_path": "backends.engine.vllm.store_connector", "kv_role": "kv_both"}'
+        "kv_connector_module_path": "backends.engine.plain_vllm.connector", "kv_role": "kv_both"}'
 
 There is no worker. The instance in vLLM's scheduler looks prefixes up and puts saved blocks
-(shared_prefixes.py). All else is as with a worker (connector.py). The scheduler and the ranks agree
-on their channel and staging pool by the id that vLLM gives to the engine. The pool's file is
+(prefixes.py). All else is as with a worker (../vllm/connector.py). The scheduler and the ranks
+agree on their channel and staging pool by the id that vLLM gives to the engine. The pool's file is
 removed when all ranks have mapped it, so nothing is left if vLLM is killed.
 
 Requests with a LoRA adapter, with images, or with embeddings instead of tokens are computed, since
@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from backends.engine.connected import messages as m
 from backends.engine.connected.channel import ConnectorHost
 from backends.engine.connected.host_memory import SHM, make_pool, map_pool
-from backends.engine.vllm.connector import MooncakeConnector
+from backends.engine.plain_vllm.prefixes import SharedPrefixes, SharingSettings
+from backends.engine.vllm.connector import KVConnectorRole, MooncakeConnector
 from backends.engine.vllm.description import described
 from backends.engine.vllm.kv_form import kv_form, layout_of
-from backends.engine.vllm.shared_prefixes import SharedPrefixes, SharingSettings
 from mooncake_store.cli.arguments import find_directory
 from mooncake_store.client.client import StoreClient
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from backends.engine.connected.messages import Stage
-from backends.engine.vllm.shared_prefixes import SharedPrefixes, SharingSettings
+from backends.engine.plain_vllm.prefixes import SharedPrefixes, SharingSettings
 from mooncake_store.client.client import StoreClient
 from tests.e2e.server import wait_until
 from tests.mooncake_store.processes import SiteProcesses

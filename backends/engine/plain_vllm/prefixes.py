@@ -11,7 +11,7 @@ of a directory that does not answer, prompts beyond the staging pool.
 Threads: vLLM's (`ask`, `finished`), two that look up and read, one that puts, the channel's.
 `_lock` guards the jobs and the pool.
 
-Not here: the class that vLLM loads (store_connector.py), copies (../connected/rank_copies.py).
+Not here: the class that vLLM loads (connector.py), copies (../connected/rank_copies.py).
 """
 
 from __future__ import annotations
