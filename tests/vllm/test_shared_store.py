@@ -104,6 +104,8 @@ class SharedStore:
     servers: list[PlainServer]
     store: Any  # the process of `mooncake store serve`
     address: str  # of its directory
+    prompts: list[list[int]]
+    expected: list[list[int]]
 
     def blocks(self) -> int:
         """In the store. They are put into it after the answer."""
@@ -119,9 +121,11 @@ class SharedStore:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SharedStore, Path]]:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStore]:
     folder = tmp_path_factory.mktemp("shared")
     checkpoint = random_checkpoint("llama", folder / "checkpoint")
+    prompts = prompts_of((*BORDERS, 200, 300, 400), seed=31)
+    expected = plain_tokens(checkpoint, prompts, TOKENS)
     address = f"ipc://{folder}/s/directory"
     variables = {
         "MOONCAKE_DIRECTORY": address,
@@ -146,37 +150,31 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SharedSto
             servers.append(PlainServer(port, log, process))
         for server in servers:
             wait_until(server.is_ready, f"{server.log} to say that it is ready", START_S_MAX)
-        yield SharedStore(servers, store, address), checkpoint
+        yield SharedStore(servers, store, address, prompts, expected)
 
 
 def test_the_second_server_computes_no_whole_block_that_the_first_has_computed(
-    shared: tuple[SharedStore, Path],
+    shared: SharedStore,
 ) -> None:
-    found, checkpoint = shared
-    prompts = prompts_of(BORDERS, seed=31)
-    expected = plain_tokens(checkpoint, prompts, TOKENS)
-    first, second = found.servers
+    prompts, expected = shared.prompts[: len(BORDERS)], shared.expected[: len(BORDERS)]
+    first, second = shared.servers
     for prompt, tokens in zip(prompts, expected, strict=True):
         assert first.ask(prompt) == (tokens, 0), len(prompt)
-    wait_until(lambda: found.blocks() >= sum(len(prompt) // BLOCK for prompt in prompts), "blocks")
+    wait_until(lambda: shared.blocks() >= sum(len(prompt) // BLOCK for prompt in prompts), "blocks")
     for prompt, tokens in zip(prompts, expected, strict=True):
         # vLLM computes the last token of a prompt in any case.
         cached = min(len(prompt) // BLOCK * BLOCK, len(prompt) - 1)
         assert second.ask(prompt) == (tokens, cached), len(prompt)
 
 
-def test_servers_go_on_when_the_node_and_the_store_are_killed(
-    shared: tuple[SharedStore, Path],
-) -> None:
-    found, checkpoint = shared
-    prompts = prompts_of((200, 300, 400), seed=32)
-    expected = plain_tokens(checkpoint, prompts, TOKENS)
-    first, second = found.servers
+def test_servers_go_on_when_the_node_and_the_store_are_killed(shared: SharedStore) -> None:
+    prompts, expected = shared.prompts[len(BORDERS) :], shared.expected[len(BORDERS) :]
+    first, second = shared.servers
     assert first.ask(prompts[0])[0] == expected[0]
-    for node in found.nodes():
+    for node in shared.nodes():
         node.kill()
     assert second.ask(prompts[0])[0] == expected[0]
     assert first.ask(prompts[1])[0] == expected[1]
-    os.killpg(found.store.pid, signal.SIGKILL)
+    os.killpg(shared.store.pid, signal.SIGKILL)
     assert second.ask(prompts[1])[0] == expected[1]
     assert first.ask(prompts[2])[0] == second.ask(prompts[2])[0] == expected[2]
