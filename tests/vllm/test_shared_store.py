@@ -19,11 +19,14 @@ from typing import Any
 import psutil
 import pytest
 
+from backends.engine.connected.host_memory import SHM
 from mooncake_store.directory.client import DirectoryClient
+from mooncake_store.memory.index_table import table_path
 from tests.e2e.server import ROOT, wait_until
 from tests.vllm.serving import BORDERS, PYTHON, plain_tokens, prompts_of, random_checkpoint
 
 TOKENS, BLOCK = 24, 64
+NODE = f"test-{os.getpid()}"  # unlike those of a store that runs on this machine
 START_S_MAX = 240.0
 CONNECTOR = {
     "kv_connector": "MooncakeTritonConnector",
@@ -110,7 +113,7 @@ class SharedStore:
     def blocks(self) -> int:
         """In the store. They are put into it after the answer."""
         with DirectoryClient(self.address) as directory:
-            return len(directory.blocks_on("s0", 10_000))
+            return len(directory.blocks_on(NODE, 10_000))
 
     def nodes(self) -> list[psutil.Process]:
         return [
@@ -118,6 +121,12 @@ class SharedStore:
             for each in psutil.Process(self.store.pid).children(recursive=True)
             if "mooncake_store.node" in " ".join(each.cmdline())
         ]
+
+
+def _remove_memory(address: str) -> None:
+    """Of the node, which a test kills."""
+    for path in (*SHM.glob(f"mooncake-node-*{NODE}"), Path(table_path(f"{SHM}/", address))):
+        path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +145,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStore]:
         "HF_HUB_OFFLINE": "1",
     }
     words = [sys.executable, "-m", "backends.cli", "store", "serve", "--folder", str(folder / "s")]
-    words += ["--store-bytes", "64M"]
+    words += ["--store-bytes", "64M", "--nodes", NODE]
     with contextlib.ExitStack() as steps:
+        steps.callback(_remove_memory, address)
         store = steps.enter_context(started(words, folder / "store.log", {}))
         servers = []
         for number in range(2):
