@@ -36,6 +36,7 @@ from typing import Annotated
 
 import typer
 
+from backends.engine.plain_vllm.prefixes import TRANSFER_CONFIG
 from bench.headline.client import send
 from bench.headline.environment import VLLM, vllm_environment
 from bench.headline.goodput import RequestDetail
@@ -61,11 +62,6 @@ COLD, WARM, PROMPT_TOKENS, SHARED = 8, 3, 4096, 0.9
 CELLS = 3 + REPEATS  # of a round
 LIMITS = "600,10"  # TTFT and TBT in seconds: engines are compared, so ours rejects nothing
 THROUGHPUT_GOAL, OWN_CACHE_GOAL, COLD_GOAL, SAVING_GOAL = 0.9, 1.5, 0.35, 1.05
-CONNECTOR = {
-    "kv_connector": "MooncakeTritonConnector",
-    "kv_connector_module_path": "backends.engine.plain_vllm.connector",
-    "kv_role": "kv_both",
-}
 CHECKPOINT = PROJECT / ".mooncake" / "checkpoints" / "smollm2-135m"
 
 
@@ -89,7 +85,7 @@ def shared_plan(machine: Machine, ports: Sequence[int], folder: Path) -> SystemP
     words = [sys.executable, "-m", "backends.cli", "store", "serve", "--folder", str(folder)]
     words += ["--store-bytes", str(KV_BYTES // 2)]
     store = ServerCommand("store", tuple(words), "")
-    extra = ("--kv-transfer-config", json.dumps(CONNECTOR), "--block-size", "32")
+    extra = ("--kv-transfer-config", json.dumps(TRANSFER_CONFIG), "--block-size", "32")
     extra += ("--kv-cache-memory-bytes", str(KV_BYTES // 4))  # the variable takes whole GiB only
     variables = {"MOONCAKE_DIRECTORY": f"ipc://{folder}/directory"}
     engine = vllm(machine, "vllm-shared", ports[0], machine.cores, KV_BYTES // 2, extra, variables)
@@ -164,6 +160,13 @@ def targets(rows: Sequence[dict[str, Cell]]) -> list[Target]:
             round(ours["warm_ttft_s"] / ours["cold_ttft_s"], 3),
             "<=",
             COLD_GOAL,
+        ),
+        Target(
+            "shared_prefix_over_cold",
+            round(shared["warm_ttft_s"] / shared["cold_ttft_s"], 3),
+            "<=",
+            COLD_GOAL,
+            "plain vLLM with the store",
         ),
         Target(
             "saving_over_plain",

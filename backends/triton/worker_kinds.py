@@ -124,8 +124,8 @@ def _drivers(
     if configs[role].engine in ENGINE_CONFIGS:
         from backends.workers.connected import engines
 
-        first = [configs[role], configs[OTHER_ROLE[role]]]
-        use = engines.load_engine(model, first, repository, *of_engine)
+        in_order = [configs[role], configs[OTHER_ROLE[role]]]
+        use = engines.load_engine(model, in_order, repository, *of_engine)
         return use.engine, {
             each: functools.partial(engines.driver_of, config, use)
             for each, config in configs.items()

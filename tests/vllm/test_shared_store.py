@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from backends.engine.connected.host_memory import SHM
+from backends.engine.plain_vllm.prefixes import TRANSFER_CONFIG
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.memory.index_table import table_path
 from tests.e2e.server import ROOT, wait_until
@@ -28,11 +29,6 @@ from tests.vllm.serving import BORDERS, PYTHON, plain_tokens, prompts_of, random
 TOKENS, BLOCK = 24, 64
 NODE = f"test-{os.getpid()}"  # unlike those of a store that runs on this machine
 START_S_MAX = 240.0
-CONNECTOR = {
-    "kv_connector": "MooncakeTritonConnector",
-    "kv_connector_module_path": "backends.engine.plain_vllm.connector",
-    "kv_role": "kv_both",
-}
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -155,7 +151,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStore]:
             words = [str(PYTHON.parent / "vllm"), "serve", str(checkpoint), "--port", str(port)]
             words += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1536"]
             words += ["--enforce-eager", "--enable-prompt-tokens-details"]
-            words += ["--served-model-name", "m", "--kv-transfer-config", json.dumps(CONNECTOR)]
+            words += [
+                "--served-model-name",
+                "m",
+                "--kv-transfer-config",
+                json.dumps(TRANSFER_CONFIG),
+            ]
             process = steps.enter_context(started(words, log, variables))
             servers.append(PlainServer(port, log, process))
         for server in servers:
@@ -180,10 +181,12 @@ def test_the_second_server_computes_no_whole_block_that_the_first_has_computed(
 def test_servers_go_on_when_the_node_and_the_store_are_killed(shared: SharedStore) -> None:
     prompts, expected = shared.prompts[len(BORDERS) :], shared.expected[len(BORDERS) :]
     first, second = shared.servers
+    blocks = shared.blocks()
     assert first.ask(prompts[0])[0] == expected[0]
+    wait_until(lambda: shared.blocks() == blocks + len(prompts[0]) // BLOCK, "blocks")
     for node in shared.nodes():
         node.kill()
-    assert second.ask(prompts[0])[0] == expected[0]
+    assert second.ask(prompts[0]) == (expected[0], 0), "it was in the dead node only"
     assert first.ask(prompts[1])[0] == expected[1]
     os.killpg(shared.store.pid, signal.SIGKILL)
     assert second.ask(prompts[1])[0] == expected[1]

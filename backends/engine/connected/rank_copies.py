@@ -201,6 +201,9 @@ class RankCopies:
                 raise
         except (SegmentRefused, RegionRefused, OSError) as error:
             problem = f"rank {self._pages.rank}: {error}"
+        except Exception as error:  # Catch all: the worker waits for an answer
+            log.exception("a segment could not be mapped")
+            problem = f"rank {self._pages.rank}: {error!r}"
         with self._lock:
             is_unwanted = self._attaching.pop(message.region)
         if is_unwanted:
@@ -240,8 +243,10 @@ class RankCopies:
                     log.exception("copying KV failed")
                     self._is_broken = True  # no further Saved
                     self._send(m.Broken(f"rank {self._pages.rank} could not copy KV: {error}"))
-            if not batch.is_aside:  # a load aside that failed must never count as loaded
+            if not batch.is_aside:
                 self._end(batch.moves, batch.is_load)
+            elif self._recomputes:  # otherwise a failed load must never count as ended
+                self._fail_aside(batch.moves[0])
         self._copier.close()
         for segment in self._segments.values():
             segment.close()
@@ -261,10 +266,16 @@ class RankCopies:
             if not self._recomputes:
                 raise
             log.warning("KV of %s could not be loaded: %s", move.request_id, error)
-            with self._lock:
-                self._failed.add(move.llm_id)
-            self._send(m.Loaded(move.request_id, self._pages.rank))
+            self._fail_aside(move)
+            return
         self._end(batch.moves, is_load=True)
+
+    def _fail_aside(self, move: Move) -> None:
+        """The engine computes these pages. The worker is notified that its places are not read."""
+        with self._lock:
+            self._failed.add(move.llm_id)
+        self._send(m.Loaded(move.request_id, self._pages.rank))
+        self._end([move], is_load=True)
 
     def _load(self, batch: Batch) -> None:
         if batch.event is not None:

@@ -5,8 +5,7 @@
 
 There is no worker. The instance in vLLM's scheduler looks prefixes up and puts saved blocks
 (prefixes.py). All else is as with a worker (../vllm/connector.py). The scheduler and the ranks
-agree on their channel and staging pool by the id that vLLM gives to the engine. The pool's file is
-removed when all ranks have mapped it, so nothing is left if vLLM is killed.
+share files (server_files.py).
 
 Requests with a LoRA adapter, with images, or with embeddings instead of tokens are computed, since
 their KV does not depend on the tokens alone.
@@ -15,8 +14,6 @@ their KV does not depend on the tokens alone.
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +21,9 @@ import typer
 
 from backends.engine.connected import messages as m
 from backends.engine.connected.channel import ConnectorHost
-from backends.engine.connected.host_memory import SHM, make_pool, map_pool
+from backends.engine.connected.host_memory import map_pool
 from backends.engine.plain_vllm.prefixes import SharedPrefixes, SharingSettings
+from backends.engine.plain_vllm.server_files import ServerFiles
 from backends.engine.vllm.connector import KVConnectorRole, MooncakeConnector
 from backends.engine.vllm.description import described
 from backends.engine.vllm.kv_form import kv_form, layout_of
@@ -40,32 +38,31 @@ class MooncakeTritonConnector(MooncakeConnector):
     has_worker = False
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1:
-            raise ValueError("MooncakeTritonConnector is not implemented for pipeline stages")
+        refuse_what_does_not_work(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        transfer.kv_load_failure_policy = "recompute"  # a failed load costs time only
         self._settings = SharingSettings.of(transfer.kv_connector_extra_config)
-        self._engine_id = str(transfer.engine_id)
         self._kv = described(vllm_config)
-        tp_size, block_tokens = parallel.tensor_parallel_size, self._settings.block_tokens
-        self._layout = layout_of(self._kv, tp_size, block_tokens)
-        transfer.kv_load_failure_policy = "recompute"  # the store only saves time
-        super().__init__(vllm_config, role, kv_cache_config)
+        tp_size = vllm_config.parallel_config.tensor_parallel_size
+        self._layout = layout_of(self._kv, tp_size, self._settings.block_tokens)
+        self._files = ServerFiles(str(transfer.engine_id))
         self._prefixes: SharedPrefixes | None = None
-        if role == KVConnectorRole.SCHEDULER:
-            with self._saying_why():
+        self._client: StoreClient | None = None
+        self._host: ConnectorHost | None = None
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+            if role == KVConnectorRole.SCHEDULER:
                 self._begin(vllm_config)
+        except BaseException:
+            self._files.remove()
+            raise
 
     def _find_site(self) -> m.Site:
-        folder = Path(tempfile.gettempdir()) / f"mooncake-vllm-{self._engine_id}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder = folder
         block_bytes = self._layout.block_bytes
-        pages = max(1, self._settings.pool_bytes // block_bytes)
-        pool = SHM / f"mooncake-vllm-{self._engine_id}"
-        make_pool(pool, pages * block_bytes)
+        self._files.make_pool(max(1, self._settings.pool_bytes // block_bytes) * block_bytes)
         return m.Site(
-            f"ipc://{folder}/kv",
-            str(pool),
+            f"ipc://{self._files.folder}/kv",
+            str(self._files.pool),
             self._layout.block_tokens,
             block_bytes,
             aside_bytes_min=1,
@@ -79,26 +76,24 @@ class MooncakeTritonConnector(MooncakeConnector):
         form = kv_form(self._kv, self._tp_size, site.block_tokens, folder, {})
         try:
             directory = find_directory(settings.directory)
-        except typer.BadParameter as error:
-            raise ValueError(f"MooncakeTritonConnector: {error}") from None
-        client = StoreClient(directory, settings.node_id, tenant=settings.tenant)
-        client.register(pool)
-        prefixes = SharedPrefixes(
-            settings,
-            client,
-            form.fingerprint,
-            pool,
-            site.block_bytes,
-            lambda stage: self._scheduler.add_checked(stage),
+        except typer.BadParameter:
+            raise ValueError(
+                "MooncakeTritonConnector finds no store: start one (mooncake store serve), or set "
+                "`directory` in kv_connector_extra_config"
+            ) from None
+        self._client = StoreClient(directory, settings.node_id, tenant=settings.tenant)
+        self._client.register(pool)
+        self._prefixes = SharedPrefixes(
+            settings, self._client, form.fingerprint, pool, site.block_bytes
         )
-        self._client, self._prefixes = client, prefixes
-        self._host = ConnectorHost(site.channel, prefixes)
-        prefixes.connect(self._host)
+        self._host = ConnectorHost(site.channel, self._prefixes)
+        self._prefixes.connect(self._host)
         ranks = self._host.wait_ready(READY_S_MAX)
-        Path(site.pool_path).unlink()
+        self._files.pool.unlink()  # all have mapped it
         log.warning(
-            "KV is shared by %s: blocks of %d tokens, staging pool of %d blocks, fingerprint %s",
-            *(client.node_id or "other hosts' nodes", site.block_tokens),
+            "KV is shared by node %s: blocks of %d tokens, staging pool of %d blocks, "
+            "fingerprint %s",
+            *(self._client.node_id or "of another host", site.block_tokens),
             *(ranks[0].pool_pages, form.fingerprint),
         )
 
@@ -127,13 +122,34 @@ class MooncakeTritonConnector(MooncakeConnector):
             self._prefixes.finished(request.request_id)
         return found
 
+    def reset_cache(self) -> bool:
+        """vLLM asks for this when its weights may have changed."""
+        if self._prefixes is not None:
+            self._prefixes.reset()
+        return True
+
     def shutdown(self) -> None:
         super().shutdown()
-        if self._prefixes is not None:
-            self._prefixes.close()
-            self._host.close()
-            self._client.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for part in (self._prefixes, self._host, self._client):
+            if part is not None:
+                part.close()
+        self._files.remove()
+
+
+def refuse_what_does_not_work(config: Any) -> None:
+    """Raises ValueError with all of it."""
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    allowed = {
+        "pipeline_parallel_size": (parallel.pipeline_parallel_size, 1),
+        "decode_context_parallel_size": (parallel.decode_context_parallel_size, 1),
+        "prefill_context_parallel_size": (parallel.prefill_context_parallel_size, 1),
+        "speculative_config": (config.speculative_config, None),
+        "enable_sleep_mode": (config.model_config.enable_sleep_mode, False),
+        "kv_role": (transfer.kv_role, "kv_both"),
+    }
+    found = [f"{name} must be {only!r}" for name, (value, only) in allowed.items() if value != only]
+    if found:
+        raise ValueError(f"MooncakeTritonConnector: {'; '.join(found)}")
 
 
 def is_of_tokens(request: Any) -> bool:

@@ -2,14 +2,15 @@
 
 When vLLM first asks for a prompt, its whole blocks are looked up in the store and read into pages
 of the staging pool. Until then vLLM leaves the prompt in its queue. The prompt is then staged as by
-a worker: the ranks load the blocks that were found, and save those that vLLM computes. Saved blocks
-are put into the store.
+a worker: the ranks load the blocks that were found, and save the blocks after them. Saved blocks
+are put into the store. The pages are free when the last block is saved, or loaded if all were
+found.
 
-The store only saves time. Whatever it lacks, vLLM computes: a block that is gone or damaged, blocks
-of a directory that does not answer, prompts beyond the staging pool.
+A failure costs time only, because vLLM computes what is missing: a block that is gone or damaged,
+all blocks while the directory does not answer, prompts for which the pool has no room in time.
 
 Threads: vLLM's (`ask`, `finished`), two that look up and read, one that puts, the channel's.
-`_lock` guards the jobs and the pool.
+`_lock` guards the jobs and the pool. vLLM's thread calls nothing that waits.
 
 Not here: the class that vLLM loads (connector.py), copies (../connected/rank_copies.py).
 """
@@ -17,9 +18,10 @@ Not here: the class that vLLM loads (connector.py), copies (../connected/rank_co
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from itertools import takewhile
@@ -37,9 +39,15 @@ from mooncake_store.sizes import size_bytes
 from mooncake_store.transports.transport import ByteSpan
 
 log = logging.getLogger(__name__)
+TRANSFER_CONFIG = {  # vLLM's kv_transfer_config
+    "kv_connector": "MooncakeTritonConnector",
+    "kv_connector_module_path": "backends.engine.plain_vllm.connector",
+    "kv_role": "kv_both",
+}
 READERS = 2  # threads that look up and read prefixes
-REST_S = 10.0  # after an error of the store, prompts are computed for so long
+PAUSE_S = 10.0  # after an error of the store, prompts are computed for so long
 UNSTAGE_S_MAX = 60.0  # longer than any copy
+STAGE_S_MAX = 10.0  # the scheduler's other thread takes a stage at once
 NOTE_S = 60.0  # between two log lines about a full pool
 
 
@@ -50,8 +58,9 @@ class SharingSettings:
     directory: str = ""  # address of the store's directory; "": that of this user on this host
     node_id: str = ""  # the server's own storage node; "": the first one of this host
     block_tokens: int = 64  # a multiple of vLLM's block size
-    pool_bytes: int = 2**30  # host memory for blocks on their way; a number or a text as "1GiB"
-    deadline_s: float = 5.0  # a prefix that is read for longer is computed
+    # Host memory for blocks while they are read, loaded and saved; a number, or a text as "1GiB".
+    pool_bytes: int = 2**30
+    deadline_s: float = 5.0  # a prompt waits at most so long for pages and for its prefix
     tenant: str = ""  # its quota counts the saved blocks
 
     @classmethod
@@ -67,19 +76,21 @@ class SharingSettings:
             except ValueError as error:
                 del values["pool_bytes"]
                 found.append(f"pool_bytes: {error}")
-        for name, value in values.items():
+        for name, value in list(values.items()):
             kind = type(known[name].default)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if kind is str and not isinstance(value, str):
                 found.append(f"{name} is {value!r}, not a text")
             elif kind is not str and not (is_number and value > 0 and kind(value) == value):
                 found.append(f"{name} is {value!r}, not a positive {kind.__name__}")
+            else:
+                values[name] = kind(value)
         if found:
             raise ValueError("kv_connector_extra_config: " + "; ".join(found))
         return cls(**values)
 
 
-class Blocks(Protocol):
+class BlockClient(Protocol):
     """The used part of a StoreClient."""
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]: ...
@@ -92,51 +103,55 @@ class Blocks(Protocol):
     def pending(self) -> list[tuple[ByteArray, ByteSpan]]: ...
 
 
-class Unstaging(Protocol):
+class StageHost(Protocol):
+    """The used part of a ConnectorHost."""
+
+    def stage(self, stage: Stage, timeout_s: float) -> Future[None]: ...
     def unstage(self, request_id: str, timeout_s: float) -> Future[None]: ...
 
 
 @dataclass(slots=True, eq=False)
 class PromptOfVllm:
-    """One prompt that vLLM has asked for, until its pages are free."""
+    """One prompt that vLLM has asked for, until vLLM has ended it and its pages are free."""
 
     name: LlmId
+    asked_s: float  # time of the first question (monotonic)
     keys: list[bytes] = field(default_factory=list)  # of the whole blocks
     pages: list[int] = field(default_factory=list)  # of the pool; one for each block
     needs_tokens: int = 0  # blocks before them are not in the pages: vLLM had them when it asked
+    found_blocks: int = 0  # leading blocks that the store has
     put_blocks: int = 0  # leading blocks that the store has, or that were given to be put
     puts: int = 0  # that have not ended
+    is_reading: bool = False
     is_ready: bool = False  # it is staged, or will never be
     is_staged: bool = False
+    is_leaving: bool = False  # nothing more is loaded or saved for it
     is_over: bool = False  # vLLM has ended the request
-    is_unused: bool = False  # no copy uses the pages any more
 
 
 class SharedPrefixes:
-    """`stage` adds a stage to the connector's scheduler, and returns its problem or ""."""
-
     def __init__(
         self,
         settings: SharingSettings,
-        client: Blocks,
+        client: BlockClient,
         fingerprint: str,
         pool: Bytes,
         block_bytes: int,
-        stage: Callable[[Stage], str],
     ) -> None:
         self._settings, self._client, self._fingerprint = settings, client, fingerprint
-        self._pool, self._block_bytes, self._stage = pool, block_bytes, stage
+        self._pool, self._block_bytes = pool, block_bytes
         self._pages = PagePool(len(pool) // block_bytes)
         self._late: list[int] = []  # pages that a read past its deadline may still write
         self._jobs: dict[LlmId, PromptOfVllm] = {}
         self._lock = threading.Lock()
-        self._resting_until_s = self._noted_s = float("-inf")
-        self._host: Unstaging | None = None
+        self._paused_until_s = self._noted_s = float("-inf")
+        self._epoch = ""  # another one after `reset`
         self._is_closing = False
+        self._host: StageHost | None = None
         self._readers = ThreadPoolExecutor(READERS, "prefix-reader")
         self._writer = ThreadPoolExecutor(1, "prefix-writer")
 
-    def connect(self, host: Unstaging) -> None:
+    def connect(self, host: StageHost) -> None:
         self._host = host
 
     # -- vLLM's thread
@@ -146,82 +161,106 @@ class SharedPrefixes:
     ) -> bool | None:
         """True: the prompt is staged, and vLLM has the blocks before those in the pages. False: all
         of it is computed. None: ask again."""
+        now_s = time.monotonic()
         with self._lock:
             job = self._jobs.get(name)
             if job is None:
-                job = self._jobs[name] = PromptOfVllm(name)
-                blocks = len(token_ids) // self._settings.block_tokens
-                pages = self._taken(blocks) if blocks else None
-                if pages is None:
-                    job.is_ready = True
-                    return False
-                job.pages = pages
-                tokens = list(token_ids)
-                self._readers.submit(self._prepare, job, tokens, salt, local_tokens)
+                job = self._jobs[name] = PromptOfVllm(name, now_s)
+            if not job.is_reading and not job.is_ready:
+                job.is_reading = self._take_pages(job, len(token_ids), now_s)
+                if job.is_reading:
+                    tokens = list(token_ids)
+                    self._readers.submit(self._prepare, job, tokens, salt, local_tokens)
             if not job.is_ready:
                 return None
-            return job.is_staged and local_tokens >= job.needs_tokens
+            return job.is_staged and not job.is_leaving and local_tokens >= job.needs_tokens
+
+    def _take_pages(self, job: PromptOfVllm, tokens: int, now_s: float) -> bool:
+        """False: there is no room now, or `is_ready`. Called with the lock."""
+        blocks = tokens // self._settings.block_tokens
+        is_possible = 0 < blocks <= self._pages.pages_max and now_s >= self._paused_until_s
+        pages = self._pages.take(blocks) if is_possible else None
+        if pages is not None:
+            job.pages = pages
+            return True
+        if blocks and self._late:
+            self._writer.submit(self._settle)
+        if not is_possible or now_s - job.asked_s > self._settings.deadline_s:
+            job.is_ready = True
+            if blocks and now_s >= max(self._noted_s + NOTE_S, self._paused_until_s):
+                self._noted_s = now_s
+                log.warning(
+                    "a prompt of %d blocks is computed without the store: pool_bytes has room for "
+                    "%d blocks, of which %d are in use; raise it",
+                    *(blocks, self._pages.pages_max, self._pages.used_pages),
+                )
+        return False
 
     def finished(self, name: LlmId) -> None:
         with self._lock:
             job = self._jobs.get(name)
-            if job is None or job.is_over:
+            if job is None:
                 return
             job.is_over = True
-            is_ready = job.is_ready
-        if is_ready:  # otherwise `_prepare` notices it
-            self._unstage(job)
+            job.is_ready = job.is_ready or not job.is_reading
+            self._drop_if_over(job)
+            may_leave = job.is_ready and not job.is_leaving
+        if may_leave:  # otherwise `_prepare` notices it
+            self._leave(job)
 
-    def _taken(self, blocks: int) -> list[int] | None:
-        """Pages of the pool, or None. Called with the lock."""
-        self._settle()
-        pages = self._pages.take(blocks)
-        now_s = time.monotonic()
-        if pages is None and now_s - self._noted_s >= NOTE_S:
-            self._noted_s = now_s
-            log.warning(
-                "a prompt of %d blocks is computed without the store, because pool_bytes has room "
-                "for %d blocks and %d are in use: raise it",
-                *(blocks, self._pages.pages_max, self._pages.used_pages),
-            )
-        return pages
+    def reset(self) -> None:
+        """The weights may have changed: share nothing that was computed before, and from now on
+        only with this server."""
+        with self._lock:
+            self._epoch = secrets.token_hex(8)
+            for job in self._jobs.values():
+                job.is_leaving = job.is_leaving or not job.is_ready  # it is read for old weights
+                job.put_blocks = len(job.keys)
 
     # -- threads that read
 
     def _prepare(
         self, job: PromptOfVllm, token_ids: list[int], salt: str, local_tokens: int
     ) -> None:
-        problem = ""
+        assert self._host is not None, "connect comes first"
+        is_staged = False
         try:
             stage = self._read(job, token_ids, salt, local_tokens)
-            problem = self._stage(stage)
+            if stage is not None:
+                is_staged = True  # also after a failure it must be unstaged
+                self._host.stage(stage, STAGE_S_MAX).result()
         except StoreError as error:
-            problem = str(error)
-            self._rest(error)
+            self._pause(error)
         except Exception as error:  # Catch all: vLLM waits for this prompt
-            log.exception("a prefix could not be read")
-            problem = repr(error)
+            log.exception("a prefix could not be read: %s", error)
         with self._lock:
-            job.is_staged = not problem
-            job.is_ready = True
-            is_over = job.is_over
-        if is_over:
-            self._unstage(job)
+            is_stale, job.is_leaving = job.is_leaving, False
+            job.is_staged, job.is_ready = is_staged, True
+            must_leave = job.is_over or not is_staged or is_stale
+        if must_leave:
+            self._leave(job)
 
-    def _read(self, job: PromptOfVllm, token_ids: list[int], salt: str, local_tokens: int) -> Stage:
+    def _read(
+        self, job: PromptOfVllm, token_ids: list[int], salt: str, local_tokens: int
+    ) -> Stage | None:
+        """None: it took too long."""
         block_tokens = self._settings.block_tokens
-        seed = chain_seed(self._fingerprint, cache_salt=salt)
+        seed = chain_seed(self._fingerprint, self._epoch, salt)
         job.keys = block_keys(token_ids, block_tokens, seed)
-        first = min(local_tokens // block_tokens, len(job.keys))
+        first = min(local_tokens // block_tokens, len(job.keys))  # vLLM has the blocks before it
         found = self._found(job.keys)
-        arrived = min(first, found)  # vLLM loads none of these
+        arrived = min(first, found)
         if found > first:
+            left_s = job.asked_s + self._settings.deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
             targets = [self._page(page) for page in job.pages[first:found]]
-            deadline_s = self._settings.deadline_s
-            here = self._client.get_into(job.keys[first:found], targets, deadline_s=deadline_s)
+            here = self._client.get_into(job.keys[first:found], targets, deadline_s=left_s)
             arrived = first + len(list(takewhile(bool, here)))
-        job.needs_tokens = first * block_tokens if arrived > first else 0
-        job.put_blocks = arrived
+            if self._pending(job.pages):  # what still comes in could overwrite saved blocks
+                return None
+        job.needs_tokens = min(first, arrived) * block_tokens
+        job.found_blocks = job.put_blocks = arrived
         places = [place_of(POOL, page * self._block_bytes) for page in job.pages]
         return Stage(
             str(job.name),
@@ -230,19 +269,17 @@ class SharedPrefixes:
             seed,
             job.keys,
             places,
-            arrived * block_tokens if arrived > first else 0,
+            arrived * block_tokens,
             saved_tokens_max=len(job.keys) * block_tokens,
         )
 
     def _found(self, keys: Sequence[bytes]) -> int:
         """Leading blocks that the store has."""
-        if time.monotonic() < self._resting_until_s:
-            return 0
         return len(list(takewhile(bool, self._client.exist(keys))))
 
-    def _rest(self, error: Exception) -> None:
-        log.warning("the store is left alone for %g s: %s", REST_S, error)
-        self._resting_until_s = time.monotonic() + REST_S
+    def _pause(self, error: Exception) -> None:
+        log.warning("prompts are computed without the store for %g s: %s", PAUSE_S, error)
+        self._paused_until_s = max(self._paused_until_s, time.monotonic() + PAUSE_S)
 
     def _page(self, page: int) -> Bytes:
         return self._pool[page * self._block_bytes : (page + 1) * self._block_bytes]
@@ -250,52 +287,68 @@ class SharedPrefixes:
     # -- the channel's thread (a Listener)
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
-        """Nothing: vLLM itself counts what was found."""
+        """vLLM has begun the prompt. If nothing is loaded or saved, its pages are not needed."""
+        if not loaded_tokens:
+            self.loaded(request_id)
 
     def loaded(self, request_id: str) -> None:
-        """Nothing: pages stay until the request ends."""
+        with self._lock:
+            job = self._jobs.get(request_id)
+            if job is None or job.found_blocks < len(job.keys) or job.is_leaving:
+                return
+        self._leave(job)
 
     def saved(self, request_id: str, tokens: int) -> None:
         with self._lock:
             job = self._jobs.get(request_id)
             if job is None or self._is_closing:
                 return
-            whole = tokens // self._settings.block_tokens
-            blocks = range(job.put_blocks, min(whole, len(job.keys)))
-            if not blocks:
-                return
-            job.put_blocks = blocks.stop
-            job.puts += 1
-        self._writer.submit(self._put, job, blocks)
+            whole = min(tokens // self._settings.block_tokens, len(job.keys))
+            blocks = range(job.put_blocks, whole)
+            if blocks:
+                job.put_blocks = blocks.stop
+                job.puts += 1
+                self._writer.submit(self._put, job, blocks)
+            may_leave = whole == len(job.keys) and not job.is_leaving
+        if may_leave:
+            self._leave(job)
 
     def broken(self, reason: str) -> None:
         log.error("KV is not shared any more: %s", reason)
-        self._resting_until_s = float("inf")
+        self._paused_until_s = float("inf")
 
     # -- the thread that puts
 
     def _put(self, job: PromptOfVllm, blocks: range) -> None:
         try:
-            if time.monotonic() >= self._resting_until_s:
+            if time.monotonic() >= self._paused_until_s:
                 keys = job.keys[blocks.start : blocks.stop]
                 sources = [self._page(job.pages[block]) for block in blocks]
                 self._client.put(keys, sources, deadline_s=self._settings.deadline_s)
         except StoreError as error:
-            self._rest(error)
+            self._pause(error)
         except Exception:  # Catch all: the pages are given back in any case
             log.exception("%d blocks were not put into the store", len(blocks))
         finally:
             with self._lock:
                 job.puts -= 1
                 self._release(job)
+            self._settle()
 
     # -- the end of a job
 
-    def _unstage(self, job: PromptOfVllm) -> None:
+    def _leave(self, job: PromptOfVllm) -> None:
         """Free the pages when no copy and no put uses them."""
-        if not job.is_staged:
+        with self._lock:
+            if job.is_leaving:
+                return
+            job.is_leaving = True
+        if job.is_staged:
+            self._unstage(job)
+        else:
             self._left(job)
-            return
+
+    def _unstage(self, job: PromptOfVllm) -> None:
         assert self._host is not None, "connect comes first"
         try:
             future = self._host.unstage(str(job.name), UNSTAGE_S_MAX)
@@ -308,38 +361,61 @@ class SharedPrefixes:
 
     def _left(self, job: PromptOfVllm) -> None:
         with self._lock:
-            job.is_unused = True
+            job.is_staged = False
             self._release(job)
+            has_late = bool(self._late) and not self._is_closing
+            if has_late:
+                self._writer.submit(self._settle)
 
     def _lost(self, job: PromptOfVllm, error: BaseException) -> None:
-        """The next user of these pages could get wrong KV."""
+        """The next user of these pages could get wrong KV, so they are never used again."""
         with self._lock:
-            if not self._is_closing:
+            if not self._is_closing and self._paused_until_s != float("inf"):
                 log.error("%d pages of the staging pool are lost: %s", len(job.pages), error)
-            self._jobs.pop(job.name, None)
+            job.pages = []
+            self._drop_if_over(job)
 
     def _release(self, job: PromptOfVllm) -> None:
         """Called with the lock."""
-        if job.is_unused and not job.puts and self._jobs.pop(job.name, None):
+        if job.is_leaving and not job.is_staged and not job.puts:
             self._late += job.pages
-            self._settle()
+            job.pages = []
+            self._drop_if_over(job)
+
+    def _drop_if_over(self, job: PromptOfVllm) -> None:
+        """Called with the lock."""
+        if job.is_over and not job.pages and job.is_ready:
+            self._jobs.pop(job.name, None)
 
     def _settle(self) -> None:
-        """Called with the lock."""
-        if not self._late:
+        """Free the pages that no late read can write. It may wait for the transport."""
+        with self._lock:
+            late = list(self._late)
+        try:
+            pending = self._pending(late)
+        except Exception:  # Catch all: they are tried again later
+            log.exception("the reads that are under way are not known")
             return
+        free = [page for page in late if page not in pending]
+        with self._lock:
+            free = [page for page in free if page in self._late]
+            self._late = [page for page in self._late if page not in free]
+            self._pages.release(free)
+
+    def _pending(self, pages: Sequence[int]) -> set[int]:
+        """Of these pages those that a read past its deadline may still write."""
         pending = set[int]()
         for memory, span in self._client.pending():
             start = memory.ctypes.data - self._pool.ctypes.data + span.offset_bytes
             stop = start + span.length_bytes
             pending.update(range(start // self._block_bytes, -(-stop // self._block_bytes)))
-        self._pages.release([page for page in self._late if page not in pending])
-        self._late = [page for page in self._late if page in pending]
+        return pending.intersection(pages)
 
     @property
     def used_pages(self) -> int:
+        """Pages of prompts, and pages that a late read may still write."""
+        self._settle()
         with self._lock:
-            self._settle()
             return self._pages.used_pages
 
     def close(self) -> None:

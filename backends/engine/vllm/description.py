@@ -63,6 +63,8 @@ def _parts(config: Any, dtype: str, cache_dtype: str) -> list[str]:
         parts.append(_get_attn_isa(model.dtype, block_tokens, head_dim, cache_dtype))
     if model.quantization:
         parts.append(str(model.quantization))
+    if model.model_impl != "auto":
+        parts.append(str(model.model_impl))
     if config.load_config.load_format == "dummy":  # random weights
         parts.append(f"dummy{model.seed}")
     parts.append(_hashed(model.hf_config))

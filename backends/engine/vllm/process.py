@@ -43,7 +43,7 @@ from mooncake_store.wire.mailbox import Inbox, Outbox
 log = logging.getLogger(__name__)
 WATCH_S = 0.2
 GOODBYE_S_MAX = 8.0  # for vLLM's own shutdown
-UNFOLLOWED = "vllm: the model cannot follow the grammar of the answer"
+UNFOLLOWED = "vllm: the grammar cannot be compiled, or the model cannot follow it"
 
 
 class StepStats:

@@ -205,7 +205,7 @@ class ConnectedDecode(
         self._worker.process.watch.progressed(time.monotonic())
         if not logprobs:
             self._worker.decoded([(job, token_ids)])
-        for token_id, its in zip(token_ids, logprobs, strict=False):
+        for token_id, its in zip(token_ids if logprobs else (), logprobs, strict=True):
             if not job.finish_reason:  # one by one: a stop word may end the answer between them
                 job.drawn_logprobs.append(its)
                 self._worker.decoded([(job, [token_id])])

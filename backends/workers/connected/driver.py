@@ -52,7 +52,7 @@ class EngineUse:
     def regions(self, store: WorkerStore) -> Regions:
         """The segments that the ranks have mapped. Later drivers get the same."""
         if self._regions is None:
-            self._regions = self._use.regions(store)
+            self._regions = Regions(self.engine.host, store)
         return self._regions
 
     def claimed(self, request_id: str, local_tokens: int, loaded_tokens: int) -> None:
@@ -97,7 +97,7 @@ class ConnectedDriver(Driver[W, J]):
     def make_loader(self, store: WorkerStore, pages: PageLayout, deadline_s: float) -> KvLoader:
         if not self.engine.is_connected:
             return super().make_loader(store, pages, deadline_s)
-        self._regions = Regions(self.engine.host, store)
+        self._regions = self._use.regions(store)
         self._placed = PlacedLoader(store, pages, self.engine.kv_pool, deadline_s, self._regions)
         return self._placed
 

@@ -66,13 +66,13 @@ def load_engine(
 
 
 def _spec_of(roles: Sequence[PrefillConfig | DecodeConfig]) -> EngineSpec:
-    worker, requests, chunk_tokens = roles[0], [], 0
+    worker, limits, chunk_tokens = roles[0], [], 0
     for each in roles:
         if isinstance(each, PrefillConfig):
             queue, chunk_tokens = each.queue_requests_max, each.chunk_tokens
-            requests.append(queue if len(roles) == 1 else min(queue, PREFILL_BATCH_MAX))
+            limits.append(queue if len(roles) == 1 else min(queue, PREFILL_BATCH_MAX))
         else:
-            requests.append(each.slots)
+            limits.append(each.slots)
     role = "prefill" if isinstance(worker, PrefillConfig) else "decode"
     return EngineSpec(
         role=role if len(roles) == 1 else "both",
@@ -81,7 +81,7 @@ def _spec_of(roles: Sequence[PrefillConfig | DecodeConfig]) -> EngineSpec:
         block_tokens=worker.block_tokens,
         kv_pages=worker.kv_pages,
         context_tokens_max=worker.context_tokens_max,
-        requests_max=max(requests),
+        requests_max=max(limits),
         chunk_tokens=chunk_tokens,
     )
 

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from backends.engine.connected.host_memory import SHM
+from backends.engine.plain_vllm.prefixes import TRANSFER_CONFIG
 from tests.mooncake_store.processes import SiteProcesses
 
 if TYPE_CHECKING:
@@ -41,12 +41,8 @@ class Plain:
     def __init__(self, engines: Engines, address: str, blocks: int = 80, **further: Any) -> None:
         engines.close()
         self.family, self._plain = engines.family("llama")
-        transfer = {
-            "kv_connector": "MooncakeTritonConnector",
-            "kv_connector_module_path": "backends.engine.plain_vllm.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {"directory": address, "node_id": "a", **further},
-        }
+        extra = {"directory": address, "node_id": "a", **further}
+        transfer = {**TRANSFER_CONFIG, "kv_connector_extra_config": extra}
         arguments: dict[str, Any] = {
             "model": str(self.family.folder),
             "dtype": "float32",
@@ -98,21 +94,31 @@ class Plain:
             assert request.tokens[len(prompt) :] == self._plain.tokens(prompt, TOKENS), len(prompt)
         return sum(self.loaded)
 
+    def forget(self) -> None:
+        """Empty vLLM's own cache, when all blocks are in the store."""
+        self._wait_until_free()
+        assert self.executor.engine.reset_prefix_cache()
+
+    def _wait_until_free(self) -> None:
+        prefixes = self.connector._prefixes
+        for _ in range(4000):
+            if not prefixes.used_pages and not self.connector._pinned:
+                return
+            self.executor.step()
+            self.executor._idle.wait(0.005)
+        raise AssertionError("pages of the staging pool are still used")
+
     def close(self) -> None:
         try:
             assert not self.executor.scheduler.requests
-            prefixes = self.connector._prefixes
-            for _ in range(2000):
-                if not prefixes.used_pages:
-                    break
-                self.executor._idle.wait(0.005)
-            assert prefixes.used_pages == 0
-            prefixes.check()
+            self._wait_until_free()
+            self.connector._prefixes.check()
             pool = self.executor.pool
             assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
         finally:
             self.executor.shutdown()
-        assert not list(SHM.glob("mooncake-vllm-*"))
+        files = self.connector._files
+        assert not files.pool.exists() and not files.folder.exists()
 
 
 def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -145,12 +151,14 @@ def test_a_dead_node_costs_time_only(engines: Engines, site: SiteProcesses) -> N
     prompts = prompts_of(LENGTHS, 8)
     server = Plain(engines, site.address, deadline_s=1.0)
     server.check(prompts)
-    server.executor.engine.reset_prefix_cache()
+    server.forget()
+    assert server.check(prompts) > sum(WHOLE) - len(prompts), "they come from the store"
+    server.forget()
     site.nodes["a"].end(signal.SIGKILL)
-    server.check(prompts)
-    server.executor.engine.reset_prefix_cache()
+    assert server.check(prompts) == 0
+    server.forget()
     site.directory.end(signal.SIGKILL)
-    server.check(prompts)
+    assert server.check(prompts) == 0
     server.close()
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import random
 import secrets
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from backends.engine.connected.messages import Stage
 from backends.engine.plain_vllm.prefixes import SharedPrefixes, SharingSettings
+from mooncake_store.block_keys import block_keys, chain_seed
 from mooncake_store.client.client import StoreClient
+from mooncake_store.transports.transport import ByteSpan
 from tests.e2e.server import wait_until
 from tests.mooncake_store.processes import SiteProcesses
 
@@ -22,6 +26,12 @@ pytestmark = pytest.mark.servers
 
 BLOCK, BLOCK_BYTES = 16, 4096  # tokens, bytes
 POOL_BLOCKS = 8
+
+
+def over() -> Future[None]:
+    found: Future[None] = Future()
+    found.set_result(None)
+    return found
 
 
 class Sharing:
@@ -38,19 +48,17 @@ class Sharing:
             name,
             self.pool,
             BLOCK_BYTES,
-            self.take,
         )
         self.prefixes.connect(self)
 
-    def take(self, stage: Stage) -> str:
+    def stage(self, stage: Stage, timeout_s: float) -> Future[None]:
+        assert stage.request_id not in self.stages
         self.stages[stage.request_id] = stage
-        return ""
+        return over()
 
     def unstage(self, request_id: str, timeout_s: float) -> Future[None]:
         del self.stages[request_id]
-        over: Future[None] = Future()
-        over.set_result(None)
-        return over
+        return over()
 
     def ask(self, name: str, prompt: Sequence[int], salt: str = "", local: int = 0) -> bool:
         found: list[bool] = []
@@ -78,10 +86,10 @@ class Sharing:
         """Save all blocks that are not loaded; their bytes."""
         stage = self.stages[name]
         saved = b""
-        for block, place in enumerate(stage.places):
-            if block * BLOCK >= stage.loaded_tokens:
-                self.page(place)[:] = np.frombuffer(chance.randbytes(BLOCK_BYTES), np.uint8)
-                saved += self.page(place).tobytes()
+        for block in range(stage.loaded_tokens // BLOCK, len(stage.places)):
+            page = self.page(stage.places[block])
+            page[:] = np.frombuffer(chance.randbytes(BLOCK_BYTES), np.uint8)
+            saved += page.tobytes()
             self.prefixes.saved(name, (block + 1) * BLOCK)
         return saved
 
@@ -173,11 +181,110 @@ def test_prompts_without_a_whole_block_or_beyond_the_pool_are_computed(
     server = two[0]
     assert server.prefixes.ask("short", prompt_of(BLOCK - 1, chance), "", 0) is False
     assert server.prefixes.ask("long", prompt_of((POOL_BLOCKS + 1) * BLOCK, chance), "", 0) is False
-    assert server.ask("fits", prompt_of(POOL_BLOCKS * BLOCK, chance))
-    assert server.prefixes.ask("beside", prompt_of(BLOCK, chance), "", 0) is False
-    server.end("short", "long", "fits", "beside")
-    assert server.ask("later", prompt_of(BLOCK, chance))
-    server.end("later")
+    server.end("short", "long")
+
+
+def test_a_prompt_waits_for_pages_until_the_deadline(
+    site: SiteProcesses, chance: random.Random
+) -> None:
+    server = Sharing(site.address, "waits", deadline_s=3600.0)
+    prompt = prompt_of(BLOCK, chance)
+    assert server.ask("all", prompt_of(POOL_BLOCKS * BLOCK, chance))
+    assert server.prefixes.ask("waits", prompt, "", 0) is None
+    assert server.prefixes.ask("dropped", prompt, "", 0) is None
+    server.prefixes.finished("dropped")
+    server.fill("all", chance)  # its pages are free although vLLM has not ended it
+    assert server.ask("waits", prompt)
+    assert server.ask("more", prompt_of((POOL_BLOCKS - 1) * BLOCK, chance))
+    assert server.prefixes.ask("late", prompt, "", 0) is None
+    server.prefixes._settings = SharingSettings(block_tokens=BLOCK, deadline_s=1e-9)
+    assert server.prefixes.ask("late", prompt, "", 0) is False
+    server.end("all", "waits", "more", "late")
+    assert not server.prefixes._jobs
+    server.close()
+
+
+def test_pages_of_a_prompt_are_free_when_its_last_block_is_saved_or_loaded(
+    two: tuple[Sharing, Sharing], chance: random.Random
+) -> None:
+    first, second = two
+    prompt = prompt_of(3 * BLOCK, chance)
+    first.ask("1", prompt)
+    first.fill("1", chance)
+    wait_until(lambda: first.prefixes.used_pages == 0, "its pages to be free")
+    assert first.prefixes.ask("1", prompt, "", 0) is False, "preempted: it is computed"
+    second.ask("2", prompt)
+    second.prefixes.claimed("2", 0, 3 * BLOCK)
+    assert second.prefixes.used_pages == 3
+    second.prefixes.loaded("2")
+    wait_until(lambda: second.prefixes.used_pages == 0, "its pages to be free")
+    second.ask("3", prompt, local=2 * BLOCK)
+    second.prefixes.claimed("3", 2 * BLOCK, 0)
+    first.end("1")
+    second.end("2", "3")
+
+
+def test_after_a_reset_nothing_older_is_loaded_or_put(
+    two: tuple[Sharing, Sharing], chance: random.Random
+) -> None:
+    first, second = two
+    prompt, other = prompt_of(2 * BLOCK, chance), prompt_of(2 * BLOCK, chance)
+    first.ask("1", prompt)
+    first.fill("1", chance)
+    first.end("1")
+    first.ask("going", other)
+    first.prefixes.reset()
+    first.fill("going", chance)
+    first.end("going")
+    assert first.loaded("2", prompt) == b""
+    assert len(second.loaded("3", prompt)) == 2 * BLOCK_BYTES, "weights of the second are the same"
+    assert second.loaded("4", other) == b""
+    first.end("2")
+    second.end("3", "4")
+
+
+class LateClient:
+    """A store whose reads go on after their deadline."""
+
+    def __init__(self) -> None:
+        self.is_late = True
+        self.targets: list[np.ndarray] = []
+        self.put_blocks = 0
+
+    def exist(self, keys: Sequence[bytes]) -> list[bool]:
+        return [True] * len(keys)
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[np.ndarray], *, deadline_s: float
+    ) -> list[bool]:
+        self.targets = list(buffers)
+        return [True, *[False] * (len(keys) - 1)]
+
+    def put(
+        self, keys: Sequence[bytes], buffers: Sequence[Any], *, deadline_s: float
+    ) -> list[bool]:
+        self.put_blocks += len(keys)
+        return [True] * len(keys)
+
+    def pending(self) -> list[tuple[np.ndarray, ByteSpan]]:
+        late = self.targets[1:] if self.is_late else []
+        return [(target, ByteSpan(0, target.nbytes)) for target in late]
+
+
+def test_pages_that_a_late_read_may_write_are_neither_saved_nor_used_again(
+    site: SiteProcesses, chance: random.Random
+) -> None:
+    server, late = Sharing(site.address, "late"), LateClient()
+    server.prefixes._client = late  # type: ignore[assignment]
+    assert server.ask("1", prompt_of(4 * BLOCK, chance)) is False
+    server.prefixes.finished("1")
+    wait_until(lambda: server.prefixes.used_pages == 3, "the first page to be free")
+    assert server.prefixes.ask("2", prompt_of(6 * BLOCK, chance), "", 0) is None, "5 are free"
+    late.is_late = False
+    assert server.ask("2", prompt_of(6 * BLOCK, chance))
+    server.end("2")
+    assert not late.put_blocks
+    server.close()
 
 
 def test_a_damaged_block_ends_the_prefix(
@@ -235,11 +342,11 @@ def test_without_the_directory_prompts_are_computed_and_later_shared_again(
         server.end("1")
         site.directory.end(signal.SIGKILL)
         assert server.ask("2", prompt_of(BLOCK, chance)) is False
-        assert server.ask("3", prompt_of(BLOCK, chance)), "the store is left alone for a while"
-        server.fill("3", chance)
+        server.prefixes._paused_until_s = math.inf
+        assert server.prefixes.ask("3", prompt_of(BLOCK, chance), "", 0) is False, "not asked"
         server.end("2", "3")
         site.directory.start()
-        server.prefixes._resting_until_s = 0.0
+        server.prefixes._paused_until_s = 0.0
         wait_until(lambda: all(server.client.exist([*server_keys(server, prompt)])), "the blocks")
         assert len(server.loaded("4", prompt)) == 2 * BLOCK_BYTES
         server.end("4")
@@ -249,11 +356,8 @@ def test_without_the_directory_prompts_are_computed_and_later_shared_again(
 
 
 def server_keys(server: Sharing, prompt: Sequence[int]) -> list[bytes]:
-    name = f"keys-{secrets.token_hex(4)}"
-    server.ask(name, prompt)
-    keys = server.stages[name].keys
-    server.end(name)
-    return keys
+    seed = chain_seed(server.prefixes._fingerprint)
+    return block_keys(prompt, BLOCK, seed)
 
 
 def test_every_mistake_in_the_settings_is_named() -> None:
@@ -263,3 +367,4 @@ def test_every_mistake_in_the_settings_is_named() -> None:
     assert all(name in str(raised.value) for name in given)
     assert SharingSettings.of({"pool_bytes": "2GiB"}).pool_bytes == 2**31
     assert SharingSettings.of({"deadline_s": 1}).deadline_s == 1
+    assert isinstance(SharingSettings.of({"block_tokens": 64.0}).block_tokens, int)
