@@ -1,8 +1,8 @@
 """Files that the processes of one vLLM server share: sockets, and the staging pool in /dev/shm.
 
 The processes know each other by the id that vLLM gives to the engine. Each holds a lock on the
-folder of sockets. A folder that nobody has locked is of a server that was killed: the next server
-that starts removes it, and its pool.
+folder of sockets. A folder without a lock is of a server that was killed. The next server that
+starts removes the folder and its pool.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ServerFiles:
         make_pool(self.pool, size_bytes)
 
     def remove(self) -> None:
-        """What is mapped or connected stays usable in the processes that have it."""
+        """Processes keep what they have mapped, and their connections."""
         self.pool.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
