@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.server import ROOT, Server, wait_until
+from tests.e2e.server import ROOT, Answer, Server, wait_until
 from tests.vllm.serving import BORDERS, plain_tokens, prompts_of, serving
 
 CHECKPOINT = ROOT / ".mooncake" / "checkpoints" / "smollm2-135m"
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 TOKENS, VOCABULARY, AT_ONCE = 40, 49_152, 16
+ADMITTED_S_MAX = 120.0
 BLOCKS, BLOCK_BYTES = 32, 30 * 2 * 3 * 64 * 64 * 4  # layers, K and V, heads, head_dim, tokens
 
 
@@ -32,8 +33,16 @@ class Served:
     expected: list[list[int]]
 
     def check(self, index: int) -> int:
-        """Cached tokens."""
-        answer = self.server.ask(input_ids=self.prompts[index], max_tokens=TOKENS, end_id=-1)
+        """Asks until it is admitted; cached tokens."""
+        answers: list[Answer] = []
+
+        def is_admitted() -> bool:
+            prompt = self.prompts[index]
+            answers.append(self.server.ask(input_ids=prompt, max_tokens=TOKENS, end_id=-1))
+            return not answers[-1].error.startswith("rejected kind=")
+
+        wait_until(is_admitted, f"prompt {index} to be admitted", ADMITTED_S_MAX)
+        answer = answers[-1]
         assert (answer.error, answer.output_ids) == ("", self.expected[index]), index
         return answer.cached_tokens
 
@@ -59,7 +68,7 @@ def test_prompts_at_block_borders_get_the_tokens_of_plain_vllm_cold_and_cached(
 
 
 def test_more_requests_than_the_memory_holds_get_the_tokens_of_plain_vllm(served: Served) -> None:
-    """They wait, or are preempted."""
+    """They wait, or are rejected first, or preempted."""
     with ThreadPoolExecutor(AT_ONCE) as threads:
         for done in [
             threads.submit(served.check, len(BORDERS) + number) for number in range(AT_ONCE)
