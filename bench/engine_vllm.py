@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -190,6 +191,7 @@ def main(
     ] = Path(".mooncake/engine-vllm"),
 ) -> None:
     """Measure vLLM behind our conductor beside plain vLLM; the last line is JSON."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or servers would stay
     with benchmark("engine_vllm") as run:
         if not (checkpoint / "config.json").exists():
             raise CannotMeasure(f"{checkpoint} has no config.json; name a model with --checkpoint")
