@@ -100,7 +100,7 @@ def serving(
         for path in repository.glob("*_?/config.pbtxt"):
             for name, value in further.items():
                 set_parameter(repository, path.parent.name, name, value)
-        # A random model is so small that a measured profile may say that no fetch pays.
+        # The measured cost of a prompt may be 0 with so small a model. Then no fetch would pay.
         set_parameter(repository, "conductor", "fetch_must_pay", "false")
 
     counts = [f"--prefill={workers}", f"--decode={workers}"]

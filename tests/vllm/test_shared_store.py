@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -21,6 +20,7 @@ import pytest
 
 from backends.engine.connected.host_memory import SHM
 from backends.engine.plain_vllm.prefixes import TRANSFER_CONFIG
+from loadtest.harness.server import own_ports
 from mooncake_store.directory.client import DirectoryClient
 from mooncake_store.memory.index_table import table_path
 from tests.e2e.server import ROOT, wait_until
@@ -30,12 +30,6 @@ TOKENS, BLOCK = 24, 64
 NODE = f"test-{os.getpid()}"  # unlike those of a store that runs on this machine
 START_S_MAX = 240.0
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -147,7 +141,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedStore]:
         store = steps.enter_context(started(words, folder / "store.log", {}))
         servers = []
         for number in range(2):
-            port, log = free_port(), folder / f"vllm-{number}.log"
+            port, log = own_ports(1)[0], folder / f"vllm-{number}.log"
             words = [str(PYTHON.parent / "vllm"), "serve", str(checkpoint), "--port", str(port)]
             words += ["--dtype", "float32", "--block-size", "32", "--max-model-len", "1536"]
             words += ["--enforce-eager", "--enable-prompt-tokens-details"]

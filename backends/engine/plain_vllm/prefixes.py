@@ -6,8 +6,8 @@ a worker: the ranks load the blocks that were found, and save the blocks after t
 are put into the store. The pages are free when the last block is saved, or loaded if all were
 found.
 
-A failure costs time only, because vLLM computes what is missing: a block that is gone or damaged,
-all blocks while the directory does not answer, prompts for which the pool has no room in time.
+A failure costs time only, because vLLM computes what is missing. Examples are a damaged block, a
+directory that does not answer, and a prompt for which the pool has no room in time.
 
 Threads: vLLM's (`ask`, `finished`), two that look up and read, one that puts, the channel's.
 `_lock` guards the jobs and the pool. vLLM's thread calls nothing that waits.
@@ -141,6 +141,8 @@ class SharedPrefixes:
         self._settings, self._client, self._fingerprint = settings, client, fingerprint
         self._pool, self._block_bytes = pool, block_bytes
         self._pages = PagePool(len(pool) // block_bytes)
+        self._settling: Future[None] = Future()
+        self._settling.set_result(None)
         self._late: list[int] = []  # pages that a read past its deadline may still write
         self._jobs: dict[LlmId, PromptOfVllm] = {}
         self._lock = threading.Lock()
@@ -183,8 +185,7 @@ class SharedPrefixes:
         if pages is not None:
             job.pages = pages
             return True
-        if blocks and self._late:
-            self._writer.submit(self._settle)
+        self._settle_soon()
         if not is_possible or now_s - job.asked_s > self._settings.deadline_s:
             job.is_ready = True
             if blocks and now_s >= max(self._noted_s + NOTE_S, self._paused_until_s):
@@ -257,7 +258,7 @@ class SharedPrefixes:
             targets = [self._page(page) for page in job.pages[first:found]]
             here = self._client.get_into(job.keys[first:found], targets, deadline_s=left_s)
             arrived = first + len(list(takewhile(bool, here)))
-            if self._pending(job.pages):  # what still comes in could overwrite saved blocks
+            if self._pending(job.pages):  # a late transfer could overwrite saved blocks
                 return None
         job.needs_tokens = min(first, arrived) * block_tokens
         job.found_blocks = job.put_blocks = arrived
@@ -363,9 +364,7 @@ class SharedPrefixes:
         with self._lock:
             job.is_staged = False
             self._release(job)
-            has_late = bool(self._late) and not self._is_closing
-            if has_late:
-                self._writer.submit(self._settle)
+            self._settle_soon()
 
     def _lost(self, job: PromptOfVllm, error: BaseException) -> None:
         """The next user of these pages could get wrong KV, so they are never used again."""
@@ -386,6 +385,11 @@ class SharedPrefixes:
         """Called with the lock."""
         if job.is_over and not job.pages and job.is_ready:
             self._jobs.pop(job.name, None)
+
+    def _settle_soon(self) -> None:
+        """One call at a time, because a waiting prompt asks in every step. Called with the lock."""
+        if self._late and self._settling.done() and not self._is_closing:
+            self._settling = self._writer.submit(self._settle)
 
     def _settle(self) -> None:
         """Free the pages that no late read can write. It may wait for the transport."""
