@@ -46,6 +46,16 @@ from tests.backends.engine.connected.listening import WAIT_S, Heard
 BLOCK_TOKENS = 64  # of a store block
 IDLE_S = 0.001  # as vLLM waits after a step without a pass
 STEPS_MAX = 20_000
+SMALL_ENGINE: dict[str, Any] = {  # arguments of each engine of these tests
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 2**27,
+    "enforce_eager": True,
+    "disable_hybrid_kv_cache_manager": True,
+    "disable_log_stats": True,
+}
 
 
 @dataclass(eq=False)
@@ -190,24 +200,17 @@ class RealVllm(Connected):
         blocks = options.pop("blocks", 80)
         os.environ |= site.to_environment()
         arguments = {
+            **SMALL_ENGINE,
             "model": str(self.family.folder),
-            "dtype": "float32",
             "block_size": self.family.page_tokens,
-            "max_model_len": 512,
-            "max_num_batched_tokens": 256,
-            "max_num_seqs": 8,
             "num_gpu_blocks_override": blocks,
-            "kv_cache_memory_bytes": 2**27,
-            "enforce_eager": True,
             "skip_tokenizer_init": not (self.family.folder / "tokenizer.json").exists(),
             "enable_prefix_caching": True,
-            "disable_hybrid_kv_cache_manager": True,
             "generation_config": "vllm",
             "kv_transfer_config": CONNECTOR,
             "logits_processors": [GivenTokensV1],
             "structured_outputs_config": StructuredOutputsConfig(**GUIDED_BACKEND),
             "max_logprobs": TOP_LOGPROBS_MAX,
-            "disable_log_stats": True,
         }
         engine = LLMEngine.from_engine_args(EngineArgs(**{**arguments, **options}))
         self.executor = RealExecutor(engine)

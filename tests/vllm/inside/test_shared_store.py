@@ -43,23 +43,16 @@ class Plain:
         self.family, self._plain = engines.family("llama")
         extra = {"directory": address, "node_id": "a", **further}
         transfer = {**TRANSFER_CONFIG, "kv_connector_extra_config": extra}
-        arguments: dict[str, Any] = {
-            "model": str(self.family.folder),
-            "dtype": "float32",
-            "block_size": 32,
-            "max_model_len": 512,
-            "max_num_batched_tokens": 256,
-            "max_num_seqs": 8,
-            "num_gpu_blocks_override": blocks,
-            "kv_cache_memory_bytes": 2**27,
-            "enforce_eager": True,
-            "skip_tokenizer_init": True,
-            "disable_hybrid_kv_cache_manager": True,
-            "kv_transfer_config": transfer,
-            "disable_log_stats": True,
-        }
-        from tests.vllm.inside.real_engine import RealExecutor
+        from tests.vllm.inside.real_engine import SMALL_ENGINE, RealExecutor
 
+        arguments = {
+            **SMALL_ENGINE,
+            "model": str(self.family.folder),
+            "block_size": 32,
+            "num_gpu_blocks_override": blocks,
+            "skip_tokenizer_init": True,
+            "kv_transfer_config": transfer,
+        }
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self.executor: RealExecutor = RealExecutor(engine)
         self.connector: Any = self.executor.scheduler.connector
