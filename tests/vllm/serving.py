@@ -100,7 +100,9 @@ def serving(
         for path in repository.glob("*_?/config.pbtxt"):
             for name, value in further.items():
                 set_parameter(repository, path.parent.name, name, value)
-        # The measured cost of a prompt may be 0 with so small a model. Then no fetch would pay.
+        # The measured cost of a prompt may be 0 with so small a model. The policy `adaptive` would
+        # then never fetch.
+        set_parameter(repository, "conductor", "policy", "kvcache_centric")
         set_parameter(repository, "conductor", "fetch_must_pay", "false")
 
     counts = [f"--prefill={workers}", f"--decode={workers}"]
