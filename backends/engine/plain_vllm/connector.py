@@ -41,8 +41,9 @@ class MooncakeTritonConnector(MooncakeConnector):
         refuse_what_does_not_work(vllm_config)
         transfer = vllm_config.kv_transfer_config
         transfer.kv_load_failure_policy = "recompute"  # a failed load costs time only
-        self._settings = SharingSettings.of(transfer.kv_connector_extra_config)
+        given = SharingSettings.of(transfer.kv_connector_extra_config)
         self._kv = described(vllm_config)
+        self._settings = given.of_pages(self._kv.page_tokens)
         tp_size = vllm_config.parallel_config.tensor_parallel_size
         self._layout = layout_of(self._kv, tp_size, self._settings.block_tokens)
         self._files = ServerFiles(str(transfer.engine_id))

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ TRANSFER_CONFIG = {  # vLLM's kv_transfer_config
     "kv_connector_module_path": "backends.engine.plain_vllm.connector",
     "kv_role": "kv_both",
 }
+BLOCK_TOKENS_MIN = 64
 READERS = 2  # threads that look up and read prefixes
 PAUSE_S = 10.0  # after an error of the store, prompts are computed for so long
 UNSTAGE_S_MAX = 60.0  # longer than any copy
@@ -57,11 +58,18 @@ class SharingSettings:
 
     directory: str = ""  # address of the store's directory; "": that of this user on this host
     node_id: str = ""  # the server's own storage node; "": the first one of this host
-    block_tokens: int = 64  # a multiple of vLLM's block size
+    # Tokens of a block of the store, a multiple of vLLM's block size. 0: the least one that is
+    # BLOCK_TOKENS_MIN or more.
+    block_tokens: int = 0
     # Host memory for blocks while they are read, loaded and saved; a number, or a text as "1GiB".
     pool_bytes: int = 2**30
     deadline_s: float = 5.0  # a prompt waits at most so long for pages and for its prefix
     tenant: str = ""  # its quota counts the saved blocks
+
+    def of_pages(self, page_tokens: int) -> SharingSettings:
+        """With `block_tokens` for a vLLM whose blocks have `page_tokens`."""
+        pages = -(-BLOCK_TOKENS_MIN // page_tokens)
+        return replace(self, block_tokens=self.block_tokens or pages * page_tokens)
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> SharingSettings:

@@ -368,3 +368,9 @@ def test_every_mistake_in_the_settings_is_named() -> None:
     assert SharingSettings.of({"pool_bytes": "2GiB"}).pool_bytes == 2**31
     assert SharingSettings.of({"deadline_s": 1}).deadline_s == 1
     assert isinstance(SharingSettings.of({"block_tokens": 64.0}).block_tokens, int)
+
+
+@pytest.mark.parametrize(("page_tokens", "expected"), [(16, 64), (48, 96), (64, 64), (128, 128)])
+def test_blocks_of_the_store_are_whole_pages_of_vllm(page_tokens: int, expected: int) -> None:
+    assert SharingSettings().of_pages(page_tokens).block_tokens == expected
+    assert SharingSettings(block_tokens=256).of_pages(page_tokens).block_tokens == 256
