@@ -293,6 +293,7 @@ def shown_mib(size_bytes: int) -> str:
 TOOL_CALL_PARSERS = (
     "auto", "deepseek_v3", "hermes", "kimi_k2", "llama3_json", "mistral", "pythonic",
 )  # fmt: skip
+REASONING_PARSERS = ("auto", "none", "deepseek_r1", "kimi", "kimi_k2", "qwen3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +308,7 @@ class FrontendConfig:
     cancel_poll_s: float = 0.1  # seconds between checks for disconnected clients, 0.01 to 1
     output_tokens_default: int = 256  # max_tokens of a request that has none
     tool_call_parser: str = "auto"  # one of TOOL_CALL_PARSERS; auto: by the chat template
+    reasoning_parser: str = "auto"  # one of REASONING_PARSERS; auto: by the chat template
     messages_per_s_max: int = 0  # limit for all streaming clients together; 0: by number of cores
     recording_folder: str = ""  # folder for recorded traffic (see path_beside); "": do not record
     recording_bytes_max: int = 2**30  # limit for all recordings together; the oldest are deleted
@@ -324,6 +326,9 @@ class FrontendConfig:
         if self.tool_call_parser not in TOOL_CALL_PARSERS:
             known = ", ".join(TOOL_CALL_PARSERS)
             found.append(f"tool_call_parser is {self.tool_call_parser!r}; use one of {known}")
+        if self.reasoning_parser not in REASONING_PARSERS:
+            known = ", ".join(REASONING_PARSERS)
+            found.append(f"reasoning_parser is {self.reasoning_parser!r}; use one of {known}")
         if not 0.0 < self.tenant_requests_share <= 1.0:
             found.append(
                 f"tenant_requests_share is {self.tenant_requests_share}; use a share of "

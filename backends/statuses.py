@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from backends.errors import (
     CONTEXT_EXCEEDED,
@@ -69,6 +69,13 @@ class HttpRefusal(Exception):
         self.message = " | ".join([message, *(each.message for each in further)])
         self.param, self.retry_after_s = param, retry_after_s
         self._further = further
+
+    def renamed(self, rename: Callable[[str], str]) -> HttpRefusal:
+        """The same refusal with other names of fields, also at the beginning of its messages."""
+        param = self.param and rename(self.param)
+        further = [each.renamed(rename) for each in self._further]
+        own = rename(str(self.args[0]))
+        return HttpRefusal(self.status, self.code, own, param, self.retry_after_s, further)
 
     @property
     def fields(self) -> frozenset[str]:

@@ -17,7 +17,9 @@ CLUSTER, CHARGE = "cluster", "charge"
 # Kinds of a grammar that an answer follows: values of guided_decoding_guide_type in TensorRT-LLM.
 JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "ebnf_grammar"
 STRUCTURAL_TAG = "structural_tag"  # free text in which the parts after a trigger follow a schema
-GUIDE_KINDS = (JSON_SCHEMA, REGEX, GRAMMAR, STRUCTURAL_TAG)
+AFTER_THINKING = "after_thinking"  # free text up to a mark, then a schema or an expression; ours
+TAGS = (STRUCTURAL_TAG, AFTER_THINKING)  # see backends/text/structural_tags.py
+GUIDE_KINDS = (JSON_SCHEMA, REGEX, GRAMMAR, *TAGS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,8 @@ FLOORS = {
     "backends": [
         {"cli"}, {"doctor"}, {"conductor", "prefill", "decode", "preprocessing", "postprocessing"},
         {"launcher", "starter"}, {"model_settings"}, {"cluster"}, {"gateway"},
-        {"gateway/page"}, {"triton"},
+        {"gateway/page", "gateway/messages", "gateway/responses"}, {"gateway/answer"},
+        {"gateway/request"}, {"triton"},
         {"frontend"}, {"frontend/lifecycle", "frontend/decisions"}, {"tracing"},
         {"workers/connected", "workers/pipeline", "workers/roles"}, {"workers"},
         {"engine/plain_vllm"}, {"engine/torch", "engine/trtllm", "engine/vllm"},

@@ -263,6 +263,12 @@ FRONTEND: tuple[ParameterMeaning, ...] = (
         "template",
     ),
     ParameterMeaning(
+        "reasoning_parser",
+        "`auto`, `none`, `deepseek_r1`, `kimi`, `kimi_k2` or `qwen3`",
+        "marks of the model's thinking ([reasoning](responses.md#reasoning)); `auto`: found in the "
+        "chat template; `none`: the thinking stays in the answer's text",
+    ),
+    ParameterMeaning(
         "messages_per_s_max",
         "0 or more",
         "messages per second to all streaming clients together. When decoding is faster, tokens "

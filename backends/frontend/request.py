@@ -41,7 +41,7 @@ PRIORITY_MAX = 2**31 - 1
 TIMEOUT_MS_MAX = 24 * 3600 * 1000
 STREAM_INTERVAL_MAX = 2**20
 PROMPTS = ("text_input", "input_ids", "messages")
-MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 OF_A_CHAT = ("tools", "chat_template_kwargs")
 
 
@@ -262,7 +262,7 @@ def _message(name: str, message: Any) -> tuple[dict[str, Any], str]:
         found["tool_calls"], problem = read_calls(f"{name}.tool_calls", message["tool_calls"])
     elif message.get("content") is None:
         problem = f"{name} has no content"
-    for key in ("tool_call_id", "name"):
+    for key in ("tool_call_id", "name", "reasoning_content"):
         if message.get(key) is not None and not problem:
             found[key], problem = as_text(f"{name}.{key}", message[key])
     if message.get("content") is not None and not problem:

@@ -12,6 +12,7 @@ import typer
 
 from backends.gateway.app import Gateway, GatewaySettings
 from backends.gateway.doors import ANY_ORIGIN, BODY_BYTES_MAX, read_origins
+from backends.gateway.responses.stored import IN_MEMORY
 from backends.gateway.server import Listening, serve
 from backends.tenants import ApiKeys, TenantsInvalid
 from backends.tracing.export import Tracing
@@ -42,6 +43,9 @@ def main(
     ] = "",
     drain_s_max: Annotated[float, typer.Option(help="Limit of a drain, in seconds.")] = 30.0,
     body_bytes_max: Annotated[int, typer.Option(help="Limit of a body.")] = BODY_BYTES_MAX,
+    stored_responses: Annotated[
+        str, typer.Option(help="File of the responses that clients store, for all processes.")
+    ] = IN_MEMORY,
 ) -> None:
     """OpenAI's interface in front of a frontend, until SIGTERM."""
     start_logging("%(asctime)s %(levelname).1s %(name)s %(message)s")
@@ -52,7 +56,7 @@ def main(
         raise SystemExit(str(error)) from None
     if ANY_ORIGIN in origins and keys is None:
         raise SystemExit(f"--allowed-origins {ANY_ORIGIN} needs API keys; name the pages' origins")
-    settings = GatewaySettings(frontend, metrics, name, body_bytes_max, origins)
+    settings = GatewaySettings(frontend, metrics, name, body_bytes_max, origins, stored_responses)
     gateway = Gateway(settings, keys, tracing)
     listening = Listening(host, port, shared, certificate, private_key)
     try:

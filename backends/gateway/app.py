@@ -1,6 +1,8 @@
 """The routes of OpenAI's interface, and the routes for operators and load balancers.
 
 POST /v1/chat/completions, /v1/completions      an answer, streamed or whole
+POST /v1/messages, /v1/messages/count_tokens    an answer in Anthropic's form; its prompt's tokens
+POST /v1/responses, and its stored responses    responses_routes.py
 GET  /v1/models, /v1/models/NAME                the served model
 POST /tokenize, /detokenize                     ids of a prompt's tokens; the text of token ids
 GET  /health, /ping, /ready, /metrics           liveness, readiness, Prometheus metrics
@@ -18,32 +20,37 @@ import importlib.metadata
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from backends.gateway import fields
+from backends.gateway.answer.chat_events import OBJECTS, AnswerFacts, EventStream
+from backends.gateway.answer.refusals import refusal_response
+from backends.gateway.answering import StartedAnswer, start_answer
+from backends.gateway.bodies import as_json, read_body
 from backends.gateway.doors import BODY_BYTES_MAX, Doors, answers_browsers
-from backends.gateway.events import OBJECTS, AnswerFacts, ChoiceWriter, refusal_response
-from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls, ServedModel
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.gateway.generation import GenerationResponse
-from backends.gateway.infer_request import GatewayRequest, read_request
-from backends.gateway.logprobs import LogprobsWriter, PromptWriter
+from backends.gateway.messages.events import MessageEvents
+from backends.gateway.messages.request import as_tokenize, read_messages_request
 from backends.gateway.page.html import page
 from backends.gateway.page.live_status import LiveStatus, shown_to
-from backends.gateway.prompts import read_detokenize, read_tokenize
+from backends.gateway.request import fields
+from backends.gateway.request.fields import CHAT, COMPLETION, MESSAGES
+from backends.gateway.request.infer_request import GatewayRequest, read_request
+from backends.gateway.request.prompts import read_detokenize, read_tokenize
+from backends.gateway.request.schemas import DETOKENIZE_SCHEMA, TOKENIZE_SCHEMA
+from backends.gateway.responses.stored import IN_MEMORY
+from backends.gateway.responses_routes import ResponsesRoutes
 from backends.gateway.tokenizing import Tokenizing
-from backends.gateway.tool_use import DEFAULT, NONE
 from backends.metrics.status.readings import fetch_page
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import GATEWAY, ApiKeys, ApiTenant, tenant_parameters
@@ -53,16 +60,16 @@ from backends.tracing.export import Tracing
 from backends.tracing.gateway_traces import GatewayTraces, traceparent_in
 from backends.tracing.trace_context import TRACEPARENT
 
+MESSAGES_PATH = "/v1/messages"
+COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
 PATHS = {CHAT: "/v1/chat/completions", COMPLETION: "/v1/completions"}
 # Path of OpenAI's interface that is not supported -> end of the error message.
 UNSUPPORTED_PATHS = {
-    "/v1/responses": "use /v1/chat/completions",
     "/v1/embeddings": "it serves models that generate text",
     "/v1/images/generations": "it serves models that generate text",
     "/v1/images/edits": "it serves models that generate text",
     "/v1/images/variations": "it serves models that generate text",
 }
-LONG_BODY_BYTES = 256 * 1024  # a longer body is parsed in another thread
 LEFT = 499  # status for a client that disconnected; nginx's, not in the HTTP standard
 # Field of /v1/models that load generators read -> name of the value in the conductor's description.
 FACTS = {
@@ -72,8 +79,6 @@ FACTS = {
 }
 NO_CONTENT_YET = "the frontend has not answered yet; retry later"
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
@@ -82,6 +87,7 @@ class GatewaySettings:
     name: str = "gateway-0"  # name of this process in metrics and traces
     body_bytes_max: int = BODY_BYTES_MAX
     allowed_origins: frozenset[str] = frozenset()  # of web pages whose scripts may call it
+    stored_responses: str = IN_MEMORY  # path of the file of the responses that clients store
 
     @property
     def metrics_url(self) -> str:
@@ -101,6 +107,7 @@ class Gateway:
         self._tokenizing = Tokenizing()
         self._has_keys = keys is not None
         self.own_readers: set[object] = set()  # open connections to this process's metrics page
+        self.responses = ResponsesRoutes(self._started, self.counts, options.stored_responses)
         self._live = LiveStatus(options.metrics_url, self._cluster)
         self._started_s = int(time.time())
         routes = self._routes()
@@ -124,8 +131,10 @@ class Gateway:
             redirect_slashes=False,
         )
         posts = [(PATHS[name], self._generate(name), fields.schema(name), name) for name in PATHS]
-        posts.append(("/tokenize", self.tokenize, fields.TOKENIZE_SCHEMA, "tokenize"))
-        posts.append(("/detokenize", self.detokenize, fields.DETOKENIZE_SCHEMA, "detokenize"))
+        posts.append((MESSAGES_PATH, self.message, fields.schema(MESSAGES), MESSAGES))
+        posts.append((COUNT_PATH, self.count, fields.schema(MESSAGES), "count_tokens"))
+        posts.append(("/tokenize", self.tokenize, TOKENIZE_SCHEMA, "tokenize"))
+        posts.append(("/detokenize", self.detokenize, DETOKENIZE_SCHEMA, "detokenize"))
         for path, answer, schema, name in posts:
             body = {"required": True, "content": {"application/json": {"schema": schema}}}
             app.add_api_route(
@@ -149,6 +158,7 @@ class Gateway:
             ("/status", self.status),
         ):
             app.add_api_route(path, answer, methods=["GET"], response_class=Response)
+        self.responses.add_to(app)
         for path in UNSUPPORTED_PATHS:
             app.add_route(path, self.unsupported, methods=["POST"], include_in_schema=False)
         app.add_exception_handler(HttpRefusal, self._refused)
@@ -168,6 +178,7 @@ class Gateway:
             with suppress(asyncio.CancelledError):
                 await watch
             await self.calls.close()
+            self.responses.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 
@@ -176,40 +187,9 @@ class Gateway:
             wanted = await read_body(
                 request, lambda body: read_request(route, body, secrets.randbits(63))
             )
-            served = await self._served(wanted.model)
-            wanted = of_tenant(wanted, request.scope["tenant"])
-            if traceparent := traceparent_in(request.scope):
-                parameters = {**wanted.parameters, TRACEPARENT: traceparent}
-                wanted = replace(wanted, parameters=parameters)
-            written = None
-            has_calls = wanted.tools is not None and wanted.tools.choice != NONE
-            if wanted.tools is not None and has_calls:
-                found = self._tokenizing.known_format(served)
-                if found is None:
-                    found = await asyncio.to_thread(self._tokenizing.call_format, served)
-                written = found.written
-                form = wanted.tools.strict_form(found.guided)
-                if found.has_hidden_marks and wanted.tools.choice == DEFAULT:
-                    inputs = {**wanted.inputs, "skip_special_tokens": False}
-                    wanted = replace(wanted, inputs=inputs)
-                wanted = wanted.of_form(form)
-            words = None
-            if wanted.shows_logprobs or wanted.prompt is not None:
-                words = await asyncio.to_thread(self._tokenizing.words, served.checkpoint)
-            choices = [
-                ChoiceWriter(
-                    LogprobsWriter(route, words) if words and wanted.shows_logprobs else None,
-                    wanted.tools.reader(written) if wanted.tools and has_calls else None,
-                )
-                for _ in range(wanted.choices)
-            ]
-            of_prompts: list[PromptWriter] = []
-            if words is not None and wanted.prompt is not None:
-                for index, choice in enumerate(choices):
-                    asked = wanted.prompts[index // wanted.answers]
-                    of_prompts.append(PromptWriter(wanted.prompt, asked, words, choice.logprobs))
             answer_id = f"{OBJECTS[route][2]}{uuid.uuid4().hex}"
-            call = self.calls.start(wanted, answer_id, of_prompts)
+            started, served = await self._started(request, wanted, answer_id)
+            wanted = started.request
             facts = AnswerFacts(
                 route,
                 answer_id,
@@ -218,10 +198,42 @@ class Gateway:
                 wanted.counts_each_event,
                 wanted.answers,
             )
-            return GenerationResponse(call, facts, wanted, self.counts, choices)
+            events = EventStream(facts, wanted.includes_usage, started.choices, wanted.kept)
+            return GenerationResponse(answer_id, started, events, self.counts)
 
         generate.__name__ = f"generate_{route}"
         return generate
+
+    async def message(self, request: Request) -> Response:
+        wanted = await read_body(
+            request, lambda body: read_messages_request(body, secrets.randbits(63))
+        )
+        message_id = f"msg_{uuid.uuid4().hex}"
+        started, served = await self._started(request, wanted, message_id)
+        words = wanted.inputs.get("stop_words", ())
+        events = MessageEvents(message_id, served.name, started.choices[0], words)
+        return GenerationResponse(message_id, started, events, self.counts)
+
+    async def count(self, request: Request) -> Response:
+        """The tokens of the prompt that a request to /v1/messages is."""
+        wanted = await read_body(request, lambda body: read_messages_request(body, 0, counts=True))
+        served = await self._served(wanted.model)
+        await self._charge(request)
+        asked = as_tokenize(wanted)
+        token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, asked)
+        return as_json({"input_tokens": len(token_ids)})
+
+    async def _started(
+        self, request: Request, wanted: GatewayRequest, answer_id: str
+    ) -> tuple[StartedAnswer, ServedModel]:
+        """Start the answer for the tenant of the HTTP request. Raises HttpRefusal."""
+        served = await self._served(wanted.model)
+        wanted = of_tenant(wanted, request.scope["tenant"])
+        if traceparent := traceparent_in(request.scope):
+            parameters = {**wanted.parameters, TRACEPARENT: traceparent}
+            wanted = replace(wanted, parameters=parameters)
+        started = await start_answer(wanted, answer_id, served, self.calls, self._tokenizing)
+        return started, served
 
     async def _served(self, name: str) -> ServedModel:
         """The served model, if it has this name or `name` is "". Probes the frontend if no probe
@@ -240,14 +252,14 @@ class Gateway:
         served = await self._served(wanted.model)
         await self._charge(request)
         token_ids = await asyncio.to_thread(self._tokenizing.token_ids, served.checkpoint, wanted)
-        return _json({"count": len(token_ids), "tokens": token_ids})
+        return as_json({"count": len(token_ids), "tokens": token_ids})
 
     async def detokenize(self, request: Request) -> Response:
         model, token_ids = await read_body(request, read_detokenize)
         served = await self._served(model)
         await self._charge(request)
         text = await asyncio.to_thread(self._tokenizing.text, served.checkpoint, token_ids)
-        return _json({"prompt": text})
+        return as_json({"prompt": text})
 
     async def _charge(self, request: Request) -> None:
         """Count the call against the rates of the key's tenant. Raises HttpRefusal above them."""
@@ -256,10 +268,10 @@ class Gateway:
             await self.calls.describe(CHARGE, tenant_parameters(tenant.name))
 
     async def models(self) -> Response:
-        return _json({"object": "list", "data": [await self._facts("")]})
+        return as_json({"object": "list", "data": [await self._facts("")]})
 
     async def model(self, name: str) -> Response:
-        return _json(await self._facts(name))
+        return as_json(await self._facts(name))
 
     async def _facts(self, name: str) -> dict[str, object]:
         """The served model in OpenAI's format, with the FACTS that the conductor describes."""
@@ -277,22 +289,22 @@ class Gateway:
         return found
 
     async def health(self) -> Response:
-        return _json({"status": "alive"})
+        return as_json({"status": "alive"})
 
     async def version(self) -> Response:
-        return _json({"version": importlib.metadata.version("mooncake-triton")})
+        return as_json({"version": importlib.metadata.version("mooncake-triton")})
 
     async def load(self) -> Response:
         """The requests of this process that have not ended, without this one."""
-        return _json({"server_load": self.counts.in_flight - 1})
+        return as_json({"server_load": self.counts.in_flight - 1})
 
     async def ready(self) -> Response:
         """Status 200 if the latest probe of the frontend succeeded and this process does not drain;
         otherwise 503."""
         if self.doors.is_draining:
-            return _json({"status": "draining"}, 503)
+            return as_json({"status": "draining"}, 503)
         is_ready = self.calls.is_ready
-        return _json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
+        return as_json({"status": "ready" if is_ready else "waiting"}, 200 if is_ready else 503)
 
     async def page(self) -> Response:
         """The status page without data. Its script reads /status, which may need an API key."""
@@ -301,7 +313,7 @@ class Gateway:
     async def status(self, request: Request) -> Response:
         shown = shown_to(await self._live.now(), request.scope["tenant"])
         served = self.calls.served
-        return _json({"model": served.name if served else "", **shown})
+        return as_json({"model": served.name if served else "", **shown})
 
     async def _cluster(self) -> bytes:
         parameters = tenant_parameters(GATEWAY) if self._has_keys else {}
@@ -353,26 +365,6 @@ class Gateway:
         return await self._refused(request, HttpRefusal(500, "internal_error", what))
 
 
-async def read_body(request: Request, read: Callable[[object], T]) -> T:
-    """Receive the request's JSON body and return `read` of it. Raises HttpRefusal, or
-    ClientDisconnect. A long body is parsed in another thread, so that no stream waits for it."""
-    body = b"".join([part async for part in request.stream()])
-    try:
-        if len(body) <= LONG_BODY_BYTES:
-            return read(decoded(body))
-        return await asyncio.to_thread(lambda: read(decoded(body)))
-    except RecursionError:
-        what = "the body is nested too deep; use fewer levels of objects and lists"
-        raise HttpRefusal(400, "invalid_request", what) from None
-
-
-def decoded(body: bytes) -> object:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise HttpRefusal(400, "invalid_request", f"the body is not valid JSON: {error}") from None
-
-
 def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayRequest:
     """The request with its API key's tenant, and with a proof of the tenant for the frontend. If
     `tenant` is None (no API keys), the request is unchanged. Raises HttpRefusal 403 if the request
@@ -385,7 +377,3 @@ def of_tenant(request: GatewayRequest, tenant: ApiTenant | None) -> GatewayReque
         raise HttpRefusal(403, "forbidden", what, "tenant")
     parameters = {**request.parameters, **tenant_parameters(tenant.name)}
     return replace(request, parameters=parameters)
-
-
-def _json(content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")

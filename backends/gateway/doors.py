@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backends.gateway.events import refusal_response
+from backends.gateway.answer.refusals import refusal_response
 from backends.gateway.gateway_counts import GatewayCounts
 from backends.statuses import HttpRefusal, unavailable
 from backends.tenants import ApiKeys
@@ -36,7 +36,8 @@ OPEN_PATHS = {"/", "/health", "/ping", "/ready"}
 OTHER_PATH = "other"
 # A request that repeats one of these headers is rejected. A proxy in front of the gateway might
 # use the first header and the gateway the second, and so see another key or another body.
-SINGLE_HEADERS = (b"authorization", b"content-length", b"transfer-encoding", b"host")
+ANTHROPIC_KEY = b"x-api-key"  # Anthropic's clients send the key in this header
+SINGLE_HEADERS = (b"authorization", ANTHROPIC_KEY, b"content-length", b"transfer-encoding", b"host")
 AMBIGUOUS = (
     "the request has two values for its key, its host or its length; send one Authorization, one "
     "Host, and either Content-Length or Transfer-Encoding"
@@ -145,7 +146,9 @@ class Doors:
             if is_foreign and (reason := foreign_page(scope, headers)):
                 return HttpRefusal(403, "forbidden", reason)
         else:
-            scope["tenant"] = self._keys.tenant_of(bearer(headers.get(b"authorization", b"")))
+            given = bearer(headers.get(b"authorization", b""))
+            own = headers.get(ANTHROPIC_KEY, b"").decode("latin-1")
+            scope["tenant"] = self._keys.tenant_of(given or own)
             if scope["tenant"] is None:
                 return HttpRefusal(401, "invalid_api_key", NO_KEY)
         if self.is_draining:
@@ -234,7 +237,7 @@ def answers_browsers(app: ASGIApp, allowed: frozenset[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=sorted(allowed),
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=EXPOSED,
         allow_private_network=True,

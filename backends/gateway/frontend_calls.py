@@ -19,8 +19,9 @@ import numpy as np
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from backends.errors import CONTEXT_EXCEEDED
-from backends.gateway.events import AnswerPiece
-from backends.gateway.infer_request import (
+from backends.gateway.answer.logprobs import PieceLogprobs, PromptWriter
+from backends.gateway.answer.pieces import AnswerPiece
+from backends.gateway.request.infer_request import (
     ANSWER,
     COUNTS,
     LOGPROBS,
@@ -31,8 +32,7 @@ from backends.gateway.infer_request import (
     describe_request,
     infer_request,
 )
-from backends.gateway.logprobs import PieceLogprobs, PromptWriter
-from backends.gateway.tool_use import BY_TEMPLATE
+from backends.gateway.request.tool_use import BY_TEMPLATE
 from backends.statuses import HttpRefusal, of_message, unavailable
 from backends.tensors import PROMPT_OUTPUTS
 
@@ -58,6 +58,7 @@ class ServedModel:
     name: str  # the last part of the checkpoint's path
     checkpoint: str  # parameter of the conductor's config.pbtxt; "demo" if it is missing
     tool_call_parser: str = BY_TEMPLATE  # parameter of the conductor's config.pbtxt
+    reasoning_parser: str = BY_TEMPLATE  # parameter of the conductor's config.pbtxt
 
 
 class FrontendCalls:
@@ -131,7 +132,8 @@ class FrontendCalls:
                 checkpoint = config.parameters["checkpoint"].string_value or "demo"
                 name = checkpoint.rstrip("/").rpartition("/")[2]
                 parser = config.parameters["tool_call_parser"].string_value or BY_TEMPLATE
-                self.served = ServedModel(name, checkpoint, parser)
+                thinking = config.parameters["reasoning_parser"].string_value or BY_TEMPLATE
+                self.served = ServedModel(name, checkpoint, parser, thinking)
             self.is_ready = answer.ready  # set after `served`, which a ready gateway needs
         except grpc.RpcError:
             self.is_ready = False

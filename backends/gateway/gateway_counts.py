@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from backends.gateway.fields import TABLES
+from backends.gateway.request.fields import TABLES
 from backends.metrics.table import METRICS
 from backends.statuses import HttpRefusal
 from backends.tracing.export import SpanExport

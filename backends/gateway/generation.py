@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from backends.gateway.events import (
-    AnswerFacts,
-    AnswerPiece,
-    ChoiceWriter,
-    EventStream,
-    error_event,
-    refusal_response,
-    whole,
-)
-from backends.gateway.frontend_calls import FrontendCall, SeveralCalls
+from backends.gateway.answer.pieces import AnswerPiece
+from backends.gateway.answer.refusals import refusal_response
+from backends.gateway.answering import StartedAnswer
 from backends.gateway.gateway_counts import GatewayCounts
-from backends.gateway.infer_request import GatewayRequest
 from backends.statuses import HttpRefusal
 
 log = logging.getLogger(__name__)
@@ -41,6 +34,27 @@ EVENT_STREAM = {
 }
 
 
+class AnswerEvents(Protocol):
+    """The bytes of an answer in the form of one route."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event was made."""
+        ...
+
+    def event(self, piece: AnswerPiece) -> bytes:
+        """The events of one piece; b"" if its text is held back."""
+        ...
+
+    def whole(self, pieces: Sequence[AnswerPiece]) -> bytes:
+        """The body of an answer that is not streamed."""
+        ...
+
+    def error(self, refusal: HttpRefusal) -> bytes:
+        """The event that ends a stream which has begun."""
+        ...
+
+
 class GenerationResponse(Response):
     """The HTTP response of one answer. It always cancels its `call` at the end."""
 
@@ -48,15 +62,18 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        call: FrontendCall | SeveralCalls,
-        facts: AnswerFacts,
-        request: GatewayRequest,
+        answer_id: str,
+        started: StartedAnswer,
+        events: AnswerEvents,
         counts: GatewayCounts,
-        choices: Sequence[ChoiceWriter],
+        keep: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`keep` is called before the end of a complete answer is sent."""
         super().__init__(status_code=200)
-        self._call, self._facts, self._counts = call, facts, counts
-        self._request, self._choices = request, choices
+        self._keep = keep
+        self._id, self._events, self._counts = answer_id, events, counts
+        self._call, self._request = started.call, started.request
+        self._unfinished = len(started.choices)
         self._is_late = False
         self._is_begun = False
 
@@ -82,7 +99,7 @@ class GenerationResponse(Response):
             await self._refuse(refusal, scope, receive, send)
         except Exception as error:  # Catch all: a defect is logged and reported to the client
             of_request = {"request_id": scope.get("request_id", "")}
-            log.exception("answer %s", self._facts.answer_id, extra=of_request)
+            log.exception("answer %s", self._id, extra=of_request)
             refusal = HttpRefusal(500, "internal_error", f"{type(error).__name__}: {error}")
             await self._refuse(refusal, scope, receive, send)
         finally:
@@ -102,7 +119,7 @@ class GenerationResponse(Response):
         self._call.leave()
 
     async def _stream(self, send: Send) -> None:
-        events = EventStream(self._facts, self._request.includes_usage, self._choices)
+        events = self._events
         async for piece in self._call:
             body = events.event(piece)
             if not body:  # text that may begin a call is held back
@@ -113,22 +130,28 @@ class GenerationResponse(Response):
             self._counts.messages += 1
             if events.is_over:  # because uvicorn reports a response's end as a disconnect
                 self._watching.cancel()
+                await self._kept()
             await send(
                 {"type": "http.response.body", "body": body, "more_body": not events.is_over}
             )
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces: list[AnswerPiece] = []
-        unfinished = len(self._choices)
+        unfinished = self._unfinished
         async for piece in self._call:
             pieces.append(piece)
             unfinished -= bool(piece.finish_reason)
             if not unfinished:  # send the answer before the conductor closes the call
                 self._watching.cancel()
                 self._counts.messages += 1
-                body = whole(self._facts, pieces, self._choices, self._request.kept)
+                body = self._events.whole(pieces)
+                await self._kept()
                 self._is_begun = True
                 await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _kept(self) -> None:
+        if self._keep is not None:
+            await self._keep()
 
     async def _refuse(
         self, refusal: HttpRefusal, scope: Scope, receive: Receive, send: Send
@@ -137,4 +160,4 @@ class GenerationResponse(Response):
         if not self._is_begun:
             await refusal_response(refusal)(scope, receive, send)
             return
-        await send({"type": "http.response.body", "body": error_event(refusal)})
+        await send({"type": "http.response.body", "body": self._events.error(refusal)})

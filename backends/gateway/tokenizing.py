@@ -11,17 +11,24 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from backends.config_pbtxt import checkpoint_folder
 from backends.errors import ConfigError, InvalidRequest
-from backends.gateway.fields import bad_field
 from backends.gateway.frontend_calls import ServedModel
-from backends.gateway.prompts import TokenizeRequest
-from backends.gateway.tool_use import model_format
+from backends.gateway.request.fields import bad_field
+from backends.gateway.request.prompts import TokenizeRequest
+from backends.gateway.request.tool_use import model_format
 from backends.statuses import HttpRefusal
+from backends.text.chat_template import CONTINUE
 from backends.text.guides import is_installed
+from backends.text.reasoning import NONE, Thinking, marks_of, opened_by
 from backends.text.token_bytes import CONTEXT_TOKENS
 from backends.text.tokenizer import Tokenizer
 from backends.text.tool_calls.formats import ToolCallFormat
+
+OPTIONS_BYTES_MAX = 1024  # longer ones are read anew for each request
+THINKING_MAX = 64  # sets of template variables for which it is known how the model thinks
 
 
 class ServedWords:
@@ -48,11 +55,25 @@ class CallFormat:
     guided: ToolCallFormat | None = None  # `written`, if there is a package to guide with
 
 
+@dataclass(frozen=True, slots=True)
+class ServedThinking:
+    """How the answers to some prompts of a model think."""
+
+    thinking: Thinking | None  # None: they do not
+    has_hidden_marks: bool = False  # as of CallFormat
+
+
+def _hides(tokenizer: Tokenizer, marks: Sequence[str]) -> bool:
+    """Whether an answer has some of these marks on request only, because they are special."""
+    return any(tokenizer.decode(tokenizer.encode(mark, False)) != mark for mark in marks)
+
+
 class Tokenizing:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: tuple[str, Tokenizer] | None = None
         self._formats: dict[ServedModel, CallFormat] = {}  # of the model served last
+        self._thinking: dict[tuple[ServedModel, bytes], ServedThinking] = {}
 
     def token_ids(self, checkpoint: str, request: TokenizeRequest) -> list[int]:
         tokenizer = self._tokenizer(checkpoint)
@@ -94,8 +115,37 @@ class Tokenizing:
         except InvalidRequest:
             return CallFormat(None, False)  # the conductor reports the missing template
         marks = found.marks if found is not None else ()
-        is_hidden = any(tokenizer.decode(tokenizer.encode(mark, False)) != mark for mark in marks)
-        return CallFormat(found, is_hidden, found if is_installed() else None)
+        return CallFormat(found, _hides(tokenizer, marks), found if is_installed() else None)
+
+    def known_thinking(self, served: ServedModel, options: bytes) -> ServedThinking | None:
+        """The result of an earlier `thinking` with these options; fast."""
+        return self._thinking.get((served, options))
+
+    def thinking(self, served: ServedModel, options: bytes) -> ServedThinking:
+        """How the model answers a chat. `options`: JSON of the template's variables; b"": none."""
+        found = self._thought(served, options)
+        if len(options) <= OPTIONS_BYTES_MAX:
+            if len(self._thinking) >= THINKING_MAX:
+                self._thinking = {}
+            self._thinking[served, options] = found
+        return found
+
+    def _thought(self, served: ServedModel, options: bytes) -> ServedThinking:
+        if served.reasoning_parser == NONE:
+            return ServedThinking(None)
+        tokenizer = self._tokenizer(served.checkpoint)
+        try:
+            marks = marks_of(served.reasoning_parser, tokenizer.chat_source())
+            if marks is None:
+                return ServedThinking(None)
+            given = msgspec.json.decode(options) if options else {}
+            hides = _hides(tokenizer, marks[:2])
+            if given.get(CONTINUE):  # the message that the answer continues may have thoughts
+                return ServedThinking(Thinking(marks, False), hides)
+            prompt = tokenizer.apply_chat([{"role": "user", "content": "x"}], (), given)
+        except InvalidRequest:
+            return ServedThinking(None)  # the conductor reports the error
+        return ServedThinking(opened_by(prompt, marks), hides)
 
     def words(self, checkpoint: str) -> ServedWords:
         return ServedWords(self._tokenizer(checkpoint))

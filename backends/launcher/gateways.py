@@ -116,6 +116,8 @@ class Gateways:
             "--own-metrics-port": str(own_port),
             "--drain-s-max": str(DRAIN_S_MAX),
         }
+        if folder := self._env.get("MOONCAKE_SOCKETS"):  # private, and gone with the launcher
+            given["--stored-responses"] = f"{folder}/responses.sqlite"
         options = [part for pair in given.items() for part in pair]
         options += ["--shared"] if plan.processes > 1 else []
         if plan.certificate:

@@ -69,6 +69,9 @@ def add(
         int | None, typer.Option(min=0, help=f"tokens of prompts and answers; {LIMIT}")
     ] = None,
     requests_in_flight_max: Annotated[int | None, typer.Option(min=0, help=LIMIT)] = None,
+    stored_responses_bytes_max: Annotated[
+        int | None, typer.Option(min=0, help="of responses that are kept (store); 0: none")
+    ] = None,
     operator: Annotated[
         bool | None,
         typer.Option(
@@ -84,6 +87,7 @@ def add(
         "requests_per_minute": requests_per_minute,
         "tokens_per_minute": tokens_per_minute,
         "requests_in_flight_max": requests_in_flight_max,
+        "stored_responses_bytes_max": stored_responses_bytes_max,
         "operator": operator,
     }
     changes = {
@@ -170,6 +174,8 @@ def shown(name: str, entry: TenantEntry) -> str:
         words.append(
             "shares cached KV with requests without a tenant" if not salt else "a salt is set"
         )
+    if entry.stored_responses_bytes_max:
+        words.append(f"stored responses: {entry.stored_responses_bytes_max:,} bytes")
     if entry.operator:
         words.append("operator")
     if entry.priority:

@@ -54,6 +54,8 @@ class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     tokens_per_minute: int | None = None  # tokens of prompts and answers
     requests_in_flight_max: int | None = None
     operator: bool = False  # True: the tenant's keys show all tenants' decisions (status page)
+    # Limit of the responses that /v1/responses keeps for the tenant (`store`); 0: it keeps none.
+    stored_responses_bytes_max: int = 0
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -82,6 +84,7 @@ class ApiTenant(msgspec.Struct, frozen=True):
     priority: int = 0
     limits: TenantLimits = TenantLimits()
     is_operator: bool = False
+    stored_responses_bytes_max: int = 0
 
     @property
     def has_rates(self) -> bool:
@@ -96,6 +99,7 @@ def tenant_of_entry(name: str, entry: TenantEntry) -> ApiTenant:
         priority=entry.priority,
         limits=TenantLimits(**{name: getattr(entry, name) for name in LIMITS}),
         is_operator=entry.operator,
+        stored_responses_bytes_max=entry.stored_responses_bytes_max,
     )
 
 
@@ -163,6 +167,8 @@ def _problems_of_tenant(name: str, entry: TenantEntry) -> Iterator[str]:
         yield f"tenant {name!r}: remove its salt; it shares KV with all requests without a tenant"
     if abs(entry.priority) > PRIORITY_MAX:
         yield f"tenant {name!r}: priority is {entry.priority}; at most +-{PRIORITY_MAX}"
+    if not 0 <= entry.stored_responses_bytes_max <= LIMIT_MAX:
+        yield f"tenant {name!r}: stored_responses_bytes_max is below 0 or above {LIMIT_MAX}"
     for limit in LIMITS:
         value = getattr(entry, limit)
         if value is not None and not 1 <= value <= LIMIT_MAX:

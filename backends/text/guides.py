@@ -21,23 +21,23 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from backends.errors import InvalidRequest
 from backends.extras import install_line
-from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, guide_name
+from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, TAGS, guide_name
 from backends.text.json_schema import constraints_of, keywords_in, read_schema
 from backends.text.schema_size import schema_nodes
+from backends.text.structural_tags import ThinkingTag, read_tag
 from backends.text.tokenizer import Tokenizer
 
 GRAMMARS_MAX = 64  # compiled grammars in the cache
@@ -236,10 +236,10 @@ class Guides:
         import llguidance
 
         name, keywords = guide_name(kind), ""
-        if kind in (JSON_SCHEMA, STRUCTURAL_TAG):
+        if kind in (JSON_SCHEMA, *TAGS):
             schema = _checked_schema(kind, text)
-            if kind == STRUCTURAL_TAG:
-                grammar = tagged_grammar(text, vocabulary.special_ids)
+            if kind in TAGS:
+                grammar = tagged_grammar(kind, text, vocabulary.special_ids)
             else:
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(_guided(schema))
             keywords = f" (its keywords: {', '.join(sorted(keywords_in(schema)))})"
@@ -251,8 +251,7 @@ class Guides:
                 grammar = llguidance.grammar_from(GRAMMAR_FORMAT, text)
             except ValueError as error:
                 raise InvalidRequest(f"{name} cannot be read: {_first_line(str(error))}") from None
-        is_text = kind in (REGEX, GRAMMAR)
-        limits = llguidance.LLParserLimits(**TEXT_LIMITS) if is_text else None
+        limits = llguidance.LLParserLimits(**TEXT_LIMITS) if _pattern(kind, text) else None
         matcher = llguidance.LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if error := _error_at_first_tokens(matcher):
             raise InvalidRequest(f"{name} cannot be followed: {_first_line(error)}{keywords}")
@@ -271,10 +270,11 @@ def check_grammar(text: str) -> None:
         raise InvalidRequest(f"{name}: %json is not supported; send a JSON schema instead")
 
 
-def tagged_grammar(text: str, special_ids: Mapping[str, int]) -> str:
-    """The grammar of a structural tag in Lark. `special_ids`: texts of special tokens -> their ids.
-    Raises InvalidRequest."""
-    return _tagged(_tag(text), _guided(_checked_schema(STRUCTURAL_TAG, text)), special_ids)
+def tagged_grammar(kind: str, text: str, special_ids: Mapping[str, int]) -> str:
+    """The grammar of a tag in Lark. `kind`: one of TAGS. `special_ids`: texts of special tokens ->
+    their ids. Raises InvalidRequest."""
+    schema = _guided(_checked_schema(kind, text))
+    return read_tag(kind, text).grammar(schema, special_ids)
 
 
 def _checked_schema(kind: str, text: str) -> Any:
@@ -288,59 +288,24 @@ def _guided(schema: Any) -> dict[str, Any]:
     return {**constraints_of(schema), "x-guidance": OPTIONS}
 
 
-class _Tag(NamedTuple):
-    """A structural tag: in free text, `begin`, a text of the grammar and `end` follow `trigger`."""
-
-    trigger: str  # `begin` starts with it
-    begin: str
-    grammar: Any  # a JSON schema
-    end: str
-
-
-def _tag(text: str) -> _Tag:
-    """The tag in JSON of vLLM's form: triggers, and one structure. Raises InvalidRequest."""
-    try:
-        given = json.loads(text)
-        (each,) = given["structures"]
-        begin, marks = each["begin"], given["triggers"]
-        trigger = next(mark for mark in marks if mark and begin.startswith(mark))
-        return _Tag(trigger, begin, each["schema"], "" + each["end"])
-    except (ValueError, LookupError, TypeError, AttributeError, StopIteration, RecursionError):
-        what = "it is not JSON of triggers, and of one structure with begin, schema and end"
-        raise InvalidRequest(f"{guide_name(STRUCTURAL_TAG)}: {what}") from None
-
-
-def _tagged(tag: _Tag, schema: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
-    """The grammar of a tag in Lark. Other special tokens may be anywhere in the free text."""
-
-    def written(text: str) -> str:
-        parts = filter(None, re.split(f"({'|'.join(map(re.escape, special_ids)) or '(?!)'})", text))
-        return " ".join(
-            f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part)
-            for part in parts
-        )
-
-    others = [str(each) for text, each in special_ids.items() if text != tag.trigger]
-    token = f"<[{special_ids[tag.trigger]}]> | " if tag.trigger in special_ids else ""
-    body = f"{written(tag.begin[len(tag.trigger) :])} %json {json.dumps(schema)} {written(tag.end)}"
-    return f"""%llguidance {{}}
-start: call* text
-call: text ({token}trigger) {body}
-text: (TEXT{" | <[" + ",".join(others) + "]>" if others else ""})*
-TEXT: /(.|\\n)+/
-trigger[lazy]: /(.|\\n)*/ {json.dumps(tag.trigger)}
-"""
-
-
 def _schema_of(kind: str, text: str) -> str:
-    return json.dumps(_tag(text).grammar) if kind == STRUCTURAL_TAG else text
+    return json.dumps(read_tag(kind, text).schema) if kind in TAGS else text
+
+
+def _pattern(kind: str, text: str) -> str:
+    """The expression or grammar that the answer follows; "" if it follows a schema."""
+    if kind in TAGS:
+        tag = read_tag(kind, text)
+        return tag.pattern if isinstance(tag, ThinkingTag) else ""
+    return "" if kind == JSON_SCHEMA else text
 
 
 def _nodes_of(kind: str, text: str) -> int:
     """The weight of a grammar in the cache. A rejected schema has no nodes."""
-    is_repeated = kind == GRAMMAR or not REPETITION.isdisjoint(text)
-    nodes = NODES_OF_TEXT if is_repeated else len(text) // BYTES_OF_STATES
-    if kind in (JSON_SCHEMA, STRUCTURAL_TAG):
+    if pattern := _pattern(kind, text):
+        is_repeated = kind == GRAMMAR or not REPETITION.isdisjoint(pattern)
+        nodes = NODES_OF_TEXT if is_repeated else len(pattern) // BYTES_OF_STATES
+    else:
         schema, problems = read_schema(_schema_of(kind, text))
         nodes = 0 if problems else schema_nodes(schema)
     return NODES_OF_ONE + nodes + len(text) // BYTES_OF_NODE

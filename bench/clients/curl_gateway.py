@@ -41,7 +41,7 @@ def calls(server: CalledServer) -> list[CurlCall]:
         CurlCall("a wrong field", CHAT, chat(top_p=7), (400,), key),
         CurlCall("a field that nobody knows", CHAT, chat(max_tokns=7), (400,), key),
         CurlCall("what is not supported", CHAT, chat(n=0), (400,), key),
-        CurlCall("a route that is not supported", "/v1/responses", {"input": "hi"}, (400,), key),
+        CurlCall("a route that is not supported", "/v1/embeddings", {"input": "hi"}, (400,), key),
         CurlCall("no JSON", CHAT, None, (400,), key, ("-d", "{")),
         CurlCall("a path that is not there", "/v1/chat", None, (404,), key),
         CurlCall("a model that is not there", CHAT, chat(model="gpt-4"), (404,), key),

@@ -292,10 +292,51 @@ def wrong_fields(server: CalledServer) -> str:
     return "\n".join(said)
 
 
+def a_response(server: CalledServer) -> str:
+    """Whole, and streamed by the package's helper."""
+    client = synchronous(server)
+    more: dict[str, Any] = {"model": server.model, "input": PROMPT, "max_output_tokens": 16}
+    whole = client.responses.create(**more, temperature=0)
+    assert whole.output_text and whole.usage is not None
+    with client.responses.stream(**more, temperature=0) as stream:
+        events = list(stream)
+    streamed = "".join(each.delta for each in events if each.type == "response.output_text.delta")
+    last: Any = events[-1]  # get_final_response knows no incomplete response
+    assert streamed == whole.output_text and last.type == f"response.{whole.status}"
+    assert last.response.usage.output_tokens == whole.usage.output_tokens
+    return f"{whole.status}: {streamed!r}\n{list(dict.fromkeys(each.type for each in events))}"
+
+
+def a_response_as_an_object(server: CalledServer) -> str:
+    parsed = synchronous(server).responses.parse(
+        model=server.model, input=PROMPT, max_output_tokens=60, text_format=Verdict
+    )
+    assert isinstance(parsed.output_parsed, Verdict)
+    return repr(parsed.output_parsed)
+
+
+def a_response_with_a_call(server: CalledServer) -> str:
+    """A forced call, its result, and an answer."""
+    client = synchronous(server)
+    function: Any = {"type": "function", **WEATHER["function"]}
+    more: dict[str, Any] = {"model": server.model, "max_output_tokens": 60, "tools": [function]}
+    first = client.responses.create(**more, input=PROMPT, tool_choice="required")
+    calls = [item for item in first.output if item.type == "function_call"]
+    assert calls and [Weather.model_validate_json(call.arguments) for call in calls]
+    results: list[Any] = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        for call in calls
+    ]
+    said: list[Any] = [{"role": "user", "content": PROMPT}, *first.output, *results]
+    answer = client.responses.create(**more, input=said, tool_choice="none")
+    assert answer.output_text
+    return f"{[call.arguments for call in calls]}, then {answer.output_text!r}"
+
+
 def other_routes(server: CalledServer) -> str:
     client = synchronous(server)
     for call in (
-        lambda: client.responses.create(model=server.model, input="hi"),
+        lambda: client.responses.create(model=server.model, input="hi", background=True),
         lambda: client.embeddings.create(model=server.model, input="hi"),
     ):
         error: Any = raised(openai.BadRequestError, call)
@@ -456,6 +497,9 @@ CALLS: tuple[Call, ...] = (
     asynchronous,
     a_second_turn,
     fields_that_change_nothing,
+    a_response,
+    a_response_as_an_object,
+    a_response_with_a_call,
     request_id_and_headers,
     wrong_fields,
     other_routes,

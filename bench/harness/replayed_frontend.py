@@ -46,6 +46,7 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.is_ready = True
         self.described = "{}"  # JSON description of its cluster
         self.charge = ""  # the error of a charge; "": the charge succeeds
+        self.reasoning_parser = ""  # parameter of its conductor; "": not set
         self.cancelled = 0
         self.requests: list[service_pb2.ModelInferRequest] = []
         self._server: grpc.aio.Server | None = None
@@ -75,6 +76,7 @@ class ReplayedFrontend(service_pb2_grpc.GRPCInferenceServiceServicer):
     ) -> service_pb2.ModelConfigResponse:
         answer = service_pb2.ModelConfigResponse()
         answer.config.parameters["checkpoint"].string_value = "demo"
+        answer.config.parameters["reasoning_parser"].string_value = self.reasoning_parser
         return answer
 
     async def ModelStreamInfer(

@@ -23,6 +23,13 @@ from backends.statuses import TYPES
 TOKENS_MAX = 4
 NO_DEFECT = {*TYPES, 200} - {499, 500}
 GENERATING = ("/v1/chat/completions", "/v1/completions")
+# Route -> its fields that limit the tokens of an answer; the last one is set where all are missing.
+TOKEN_LIMITS = {
+    **dict.fromkeys(GENERATING, ("max_completion_tokens", "max_tokens")),
+    "/v1/responses": ("max_output_tokens",),
+    "/v1/messages": ("max_tokens",),
+}
+BROKEN_STREAMS = (b'data: {"error":{', b"event: response.failed", b"event: error")
 S_MAX = 60.0
 # Texts that are often an expression or a grammar: the description makes few of them.
 PATTERNS = strategies.text("ab.*+?()[]{}|\\^$0,2-é\n", max_size=24)
@@ -97,14 +104,14 @@ def run_cases(send: Callable[[Any], None], sent: Any, cases: int, seed: int) -> 
 
 def cap(case: Any, path: str) -> None:
     """Few tokens for what would be answered; what is wrong about them stays wrong."""
-    if path in GENERATING and isinstance(case.body, dict):
-        for name in ("max_tokens", "max_completion_tokens"):
+    if path in TOKEN_LIMITS and isinstance(case.body, dict):
+        *_, last = names = TOKEN_LIMITS[path]
+        for name in names:
             value = case.body.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value > TOKENS_MAX:
                 case.body[name] = TOKENS_MAX
-        case.body.setdefault("max_tokens", TOKENS_MAX)
-        if case.body["max_tokens"] is None:
-            case.body["max_tokens"] = TOKENS_MAX
+        if case.body.get(last) is None:
+            case.body[last] = TOKENS_MAX
 
 
 def check(path: str, status: int, content: bytes, case: Any) -> None:
@@ -118,5 +125,5 @@ def check(path: str, status: int, content: bytes, case: Any) -> None:
             raise WrongAnswer(said) from None
         if error["type"] != TYPES[status] or not error["message"] or not error["code"]:
             raise WrongAnswer(said)
-    elif b'"error":{' in content and content.startswith(b"data: "):
+    elif any(each in content for each in BROKEN_STREAMS):
         raise WrongAnswer(said)  # a stream that broke

@@ -31,7 +31,7 @@ from backends.engine.trtllm.sampling import Sampler, guided_refusal, llm_samplin
 from backends.engine.trtllm.settings import TrtllmConfig, option_problems
 from backends.engine.trtllm.stats import IterationStats
 from backends.errors import ConfigError, InvalidRequest
-from backends.tensors import STRUCTURAL_TAG, guide_name
+from backends.tensors import AFTER_THINKING, STRUCTURAL_TAG, guide_name
 from mooncake_store.layout import LayerRange
 
 log = logging.getLogger(__name__)
@@ -155,6 +155,9 @@ class TrtllmEngine:
     def _guided(self, params: SamplingParams, position: int) -> Any:
         if params.guide_kind == STRUCTURAL_TAG:
             return None  # the answer is free text, in which TensorRT-LLM does not force calls
+        if params.guide_kind == AFTER_THINKING:
+            what = "after the thinking is not supported by workers with TensorRT-LLM"
+            raise InvalidRequest(f"{guide_name(params.guide_kind)} {what}; turn the thinking off")
         if refusal := guided_refusal(self._options, self.config.handoff, position):
             raise InvalidRequest(f"{guide_name(params.guide_kind)} {refusal}")
         return self._package.guided(params.guide_kind, params.guide)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from backends.tensors import JSON_SCHEMA, REGEX, STRUCTURAL_TAG
+from backends.tensors import JSON_SCHEMA, REGEX, TAGS
 from backends.text.guides import check_grammar, guided_schema, tagged_grammar
 
 GUIDED_BACKEND = {"backend": "guidance"}  # vLLM's structured_outputs_config
@@ -34,8 +34,8 @@ def structured_outputs(kind: str, text: str, special: Mapping[str, int]) -> dict
     InvalidRequest."""
     if kind == JSON_SCHEMA:
         return {"json": json.dumps(guided_schema(text))}
-    if kind == STRUCTURAL_TAG:
-        return {"grammar": tagged_grammar(text, special)}
+    if kind in TAGS:
+        return {"grammar": tagged_grammar(kind, text, special)}
     if kind == REGEX:
         return {"regex": text}
     check_grammar(text)

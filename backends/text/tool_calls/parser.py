@@ -8,7 +8,7 @@ Text that may begin a call is held back. If it proves not to be a call, it becom
 answer. A call begins for the client when its name is known and its arguments begin. White space
 beside a call is not part of the answer.
 
-Not here: the formats (formats.py), the events for clients (gateway/events.py).
+Not here: the formats (formats.py), the events for clients (gateway/answer/chat_events.py).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import enum
 import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from backends.text.tool_calls.call_syntax import (
     JsonValue,
@@ -47,6 +47,14 @@ class CallPart(NamedTuple):
 
 
 Part = str | CallPart  # text of the answer, or part of a call
+
+
+class CallReader(Protocol):
+    """Finds the calls in an answer, piece by piece."""
+
+    def push(self, text: str) -> Sequence[Part]: ...
+
+    def finish(self) -> Sequence[Part]: ...
 
 
 class _State(enum.Enum):
@@ -154,7 +162,7 @@ class CallParser:
                 if mark in self._format.after:
                     self._space = ""
             return
-        keep = 0 if is_last else max(map(_overlap(text), self._marks), default=0)
+        keep = 0 if is_last else max((overlap(text, each) for each in self._marks), default=0)
         self._rest = text[len(text) - keep :]
         yield from self._answer(text[: len(text) - keep])
 
@@ -337,14 +345,10 @@ class CallParser:
         yield from self._answer(text[:opening])
 
 
-def _overlap(text: str) -> Callable[[str], int]:
-    """A function of a mark: the length of the longest end of `text` that begins the mark."""
-
-    def of(mark: str) -> int:
-        longest = min(len(mark) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
-
-    return of
+def overlap(text: str, mark: str) -> int:
+    """The length of the longest end of `text` that begins `mark`, but is not all of it."""
+    longest = min(len(mark) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _joined(parts: Iterator[Part]) -> list[Part]:

@@ -14,7 +14,7 @@ from typing import Any
 from backends.gateway.app import PATHS, Gateway, GatewaySettings
 from backends.gateway.connections import BoundedListener
 from backends.gateway.doors import read_origins
-from backends.gateway.fields import CHAT, COMPLETION
+from backends.gateway.request.fields import CHAT, COMPLETION
 from backends.gateway.server import DrainingServer, Listening, draining_server, listening_socket
 from backends.tenants import ApiKeys
 from bench.harness.replayed_frontend import ReplayedFrontend

@@ -15,10 +15,10 @@ import pytest
 from starlette.requests import Request
 
 from backends import launch_secret
-from backends.gateway import app, generation
+from backends.gateway import bodies, generation
 from backends.gateway.app import PATHS, UNSUPPORTED_PATHS
-from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import FrontendCalls
+from backends.gateway.request.fields import CHAT, COMPLETION
 from backends.gateway.tokenizing import Tokenizing
 from backends.launcher.environment import free_ports
 from backends.tenants import ApiKeys
@@ -528,7 +528,7 @@ def test_without_a_frontend_requests_are_503_and_it_is_found_again() -> None:
 def test_a_body_is_not_kept_for_as_long_as_its_answer_takes(
     monkeypatch: pytest.MonkeyPatch, long_body_bytes: int
 ) -> None:
-    monkeypatch.setattr(app, "LONG_BODY_BYTES", long_body_bytes)
+    monkeypatch.setattr(bodies, "LONG_BODY_BYTES", long_body_bytes)
     mark = "kept-" + "x" * 500
 
     def holders() -> list[object]:

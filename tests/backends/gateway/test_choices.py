@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from backends.gateway.fields import CHAT, COMPLETION
-from backends.gateway.infer_request import infer_request, read_request
-from backends.gateway.prompts import CHOICES_MAX
+from backends.gateway.request.fields import CHAT, COMPLETION
+from backends.gateway.request.infer_request import infer_request, read_request
+from backends.gateway.request.prompts import CHOICES_MAX
 from backends.statuses import HttpRefusal
 from backends.tensors import ANSWERS_MAX
 from tests.backends.gateway.rig import Rig, run, until

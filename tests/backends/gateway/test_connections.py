@@ -16,7 +16,7 @@ import pytest
 from backends.gateway import connections, frontend_calls
 from backends.gateway.app import PATHS
 from backends.gateway.doors import BODIES_MAX
-from backends.gateway.fields import CHAT, COMPLETION
+from backends.gateway.request.fields import CHAT, COMPLETION
 from tests.backends.gateway.rig import BODY_BYTES_MAX, PROMPT, WAIT_S_MAX, Rig, run, until
 from tests.backends.gateway.test_tls import Authority, shown
 

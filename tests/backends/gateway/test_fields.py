@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from openai.resources import completions
 from openai.resources.chat.completions import Completions
+from openai.resources.responses import Responses
 
 from backends import tensors
 from backends.engine.sampling_params import SamplingParams
 from backends.errors import InvalidRequest
 from backends.frontend.inputs import InputReader
 from backends.frontend.request import ClientRequest, RequestLimits, parse
-from backends.gateway import fields
-from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import refusal_of
-from backends.gateway.infer_request import GatewayRequest, infer_request, read_request
-from backends.gateway.prompts import read_tokenize
+from backends.gateway.request import fields
+from backends.gateway.request.fields import CHAT, COMPLETION
+from backends.gateway.request.infer_request import GatewayRequest, infer_request, read_request
+from backends.gateway.request.prompts import read_tokenize
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
 from backends.text.tokenizer import Tokenizer
@@ -134,7 +135,11 @@ def test_fields_that_are_null_say_nothing() -> None:
 
 def test_every_field_of_the_openai_package_is_known_by_name() -> None:
     """Taken, or refused by its own name: none is a stranger with a likely other one."""
-    for route, create in ((CHAT, Completions.create), (COMPLETION, completions.Completions.create)):
+    for route, create in (
+        (CHAT, Completions.create),
+        (COMPLETION, completions.Completions.create),
+        (fields.RESPONSES, Responses.create),
+    ):
         named = set(inspect.signature(create).parameters) - {"self", *OPTIONS_OF_A_CALL}
         assert len(named) > 15
         assert named <= fields.TABLES[route][0].keys() | fields.TABLES[route][1].keys()
@@ -158,7 +163,8 @@ def test_a_message_may_have_what_clients_send_back_of_an_answer() -> None:
         "reasoning_content": "hm",
         "provider_specific_fields": {"a": 1},
     }
-    assert chat(messages=[*MESSAGES, said | more]) == chat(messages=[*MESSAGES, said])
+    kept = said | {"reasoning_content": "hm"}  # for the chat template
+    assert chat(messages=[*MESSAGES, said | more]) == chat(messages=[*MESSAGES, kept])
     for wrong in ({"tool_calls": [{"id": "1"}]}, {"audio": {"id": "1"}}, {"image": "x"}):
         refusal = refused(CHAT, messages=[*MESSAGES, said | wrong])
         assert refusal.param == f"messages[1].{next(iter(wrong))}"

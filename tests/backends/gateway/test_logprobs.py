@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.gateway.fields import CHAT, COMPLETION
-from backends.gateway.logprobs import LogprobsWriter, PieceLogprobs
+from backends.gateway.answer.logprobs import LogprobsWriter, PieceLogprobs
+from backends.gateway.request.fields import CHAT, COMPLETION
 from bench.harness.replayed_frontend import TOKEN_ID
 from tests.backends.gateway.rig import Rig, run
 

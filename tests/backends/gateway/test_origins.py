@@ -8,7 +8,7 @@ import pytest
 
 from backends.gateway.app import PATHS
 from backends.gateway.doors import read_origins
-from backends.gateway.fields import CHAT
+from backends.gateway.request.fields import CHAT
 from backends.tenants import ApiKeys
 from tests.backends.gateway.rig import KEYS, PROMPT, Rig, run
 

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.page import live_status
 from backends.gateway.page.html import PAGE
 from backends.gateway.page.live_status import LiveStatus, StatusReading, shown_to
+from backends.gateway.request.fields import CHAT, COMPLETION
 from backends.metrics.status.view import parse
 from backends.statuses import unavailable
 from backends.tenants import GATEWAY, ApiKeys, ApiTenant

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2
 
-from backends.gateway.events import AnswerPiece
-from backends.gateway.fields import CHAT, COMPLETION
+from backends.gateway.answer.logprobs import LEAST, LogprobsWriter, PieceLogprobs, PromptWriter
+from backends.gateway.answer.pieces import AnswerPiece
 from backends.gateway.frontend_calls import with_prompt
-from backends.gateway.logprobs import LEAST, LogprobsWriter, PieceLogprobs, PromptUse, PromptWriter
+from backends.gateway.request.fields import CHAT, COMPLETION
+from backends.gateway.request.infer_request import PromptUse
 from backends.gateway.tokenizing import ServedWords
 from backends.text.tokenizer import Tokenizer
 from bench.harness.replayed_frontend import LOG_PROB, PROMPT_LOG_PROB, PROMPT_RANK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backends.gateway.app import PATHS
-from backends.gateway.fields import CHAT
+from backends.gateway.request.fields import CHAT
 from tests.backends.gateway.rig import PROMPT, Rig, run
 
 

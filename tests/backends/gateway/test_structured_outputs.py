@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from backends.errors import InvalidRequest
-from backends.gateway.fields import CHAT, COMPLETION
 from backends.gateway.frontend_calls import refusal_of
+from backends.gateway.request.fields import CHAT, COMPLETION
 from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX
 from backends.text.tokenizer import Tokenizer
 from tests.backends.gateway.test_fields import as_the_conductor_reads, chat, completion, refused

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from backends import launch_secret
 from backends.gateway.app import PATHS
-from backends.gateway.fields import CHAT
+from backends.gateway.request.fields import CHAT
 from backends.gateway.server import Listening, tls_context
 from backends.tenants import ApiKeys
 from mooncake_store.keys.folder import KeysInvalid

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from backends.gateway.app import PATHS
-from backends.gateway.fields import CHAT
-from backends.gateway.infer_request import GatewayRequest, read_request
+from backends.gateway.request.fields import CHAT
+from backends.gateway.request.infer_request import GatewayRequest, read_request
 from backends.statuses import HttpRefusal
 from backends.tensors import STRUCTURAL_TAG
 from backends.text.json_schema import read_schema

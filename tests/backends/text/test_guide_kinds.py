@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.errors import InvalidRequest
-from backends.gateway.structured_outputs import read_structured
-from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
+from backends.gateway.request.structured_outputs import read_structured
+from backends.tensors import AFTER_THINKING, GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
 from backends.text.guides import GRAMMARS_NODES_MAX, Guides
 from backends.text.tokenizer import Tokenizer
 from tests.backends.small_tokenizers import DEMO
@@ -44,6 +44,10 @@ ADD = {
 }
 STRUCTURE = {"begin": "<tool_call>\n", "schema": ADD, "end": "\n</tool_call>"}
 TAG = json.dumps({"triggers": ["<tool_call>"], "structures": [STRUCTURE]})
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+THINKING = {"begin": "<think>", "end": "</think>"}
+THEN_JSON = json.dumps({**THINKING, "schema": OBJECT})
+THEN_PATTERN = json.dumps({**THINKING, "begin": "", "pattern": "[ab]{2}/c"})
 
 
 def is_followed(kind: str, text: str, answer: str) -> bool:
@@ -115,6 +119,10 @@ def test_a_grammar_may_be_lark_or_gbnf(grammar: str) -> None:
         (STRUCTURAL_TAG, TAG.replace('"end": "\\n</tool_call>"', '"end": 5'), "it is not JSON"),
         (STRUCTURAL_TAG, TAG.replace('"triggers": ["<tool', '"triggers": ["<'), "it is not JSON"),
         (STRUCTURAL_TAG, TAG.replace('"enum": ["add"]', '"enum": []'), "enum at #/properties/name"),
+        (AFTER_THINKING, "{}", "it is not JSON of begin, end"),
+        (AFTER_THINKING, THEN_JSON.replace("</think>", ""), "it is not JSON of begin, end"),
+        (AFTER_THINKING, THEN_JSON.replace('"integer"', '"number", "enum": []'), "enum at #/pro"),
+        (AFTER_THINKING, THEN_PATTERN.replace("[ab]", "[ab"), "pattern: error: unclosed"),
     ],
 )
 def test_a_text_that_no_answer_can_follow_is_refused_with_a_reason(
@@ -169,21 +177,71 @@ def test_a_structural_tag_allows_no_other_call(answer: str) -> None:
     assert not is_followed(STRUCTURAL_TAG, TAG, answer)
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "is_allowed"),
+    [
+        (THEN_JSON, '<think>Is it {"a": 1}?\n</think>\n\n{"a": 12}', True),
+        (THEN_JSON, '<think></think>{"a": 12}', True),
+        (THEN_JSON, '{"a": 12}', True),
+        (THEN_JSON, "<think>hm", False),
+        (THEN_JSON, "<think>hm</think>", False),
+        (THEN_JSON, "<think>hm</think> text", False),
+        (THEN_JSON, '<think>hm</think>{"a": 1} text', False),
+        (THEN_JSON, "text", False),
+        (THEN_PATTERN, "hm</think>ab/c", True),
+        (THEN_PATTERN, "</think>\nba/c", True),
+        (THEN_PATTERN, "ab/c", False),
+        (THEN_PATTERN, "hm</think>abc", False),
+    ],
+)
+def test_an_answer_follows_its_form_behind_the_thinking(
+    text: str, answer: str, is_allowed: bool
+) -> None:
+    assert is_followed(AFTER_THINKING, text, answer) == is_allowed
+
+
+def with_marks(folder: Path, marks: tuple[str, ...], is_special: bool) -> Tokenizer:
+    """A tokenizer whose marks are one added token each, as in Qwen's tokenizers."""
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, folder)
+    written = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**written, "vocab_size": 2_048 + len(marks)}))
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken(mark, special=is_special) for mark in marks])
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder)
+    assert [len(tokenizer.encode(mark)) for mark in marks] == [1] * len(marks)
+    return tokenizer
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_marks_of_the_thinking_may_be_tokens_of_their_own(tmp_path: Path, is_special: bool) -> None:
+    tokenizer = with_marks(tmp_path, ("<think>", "</think>"), is_special)
+    guides = Guides(lambda: tokenizer, tokenizer.vocabulary_tokens)
+    for answer, is_allowed in (
+        ('<think>hm</think>\n\n{"a": 12}', True),
+        ('<think>hm <think> </think>{"a": 12}', True),
+        ('{"a": 12}', True),
+        ('<think>hm{"a": 12}', False),
+        ("<think>hm</think></think>", False),
+    ):
+        guide = guides.guide(THEN_JSON, END_IDS, [], AFTER_THINKING)
+        token_ids = tokenizer.encode(answer)
+        for token_id in token_ids:
+            if not guide.allowed()[token_id]:
+                break
+            guide.advance(token_id)
+        else:
+            assert bool(guide.allowed()[list(END_IDS)].all()) == is_allowed, answer
+            continue
+        assert not is_allowed, answer
+
+
 @pytest.mark.parametrize("is_special", [False, True])
 def test_marks_may_be_tokens_of_their_own_and_other_tokens_stay_allowed(
     tmp_path: Path, is_special: bool
 ) -> None:
-    """As in Qwen's tokenizers, whose <tool_call> is one added token, as is <think>."""
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**written, "vocab_size": 2_051}))
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    marks = ("<tool_call>", "</tool_call>", "<think>")
-    backend.add_tokens([tokenizers.AddedToken(mark, special=is_special) for mark in marks])
-    backend.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.load(tmp_path)
-    assert [len(tokenizer.encode(mark)) for mark in marks] == [1, 1, 1]
+    tokenizer = with_marks(tmp_path, ("<tool_call>", "</tool_call>", "<think>"), is_special)
     guides = Guides(lambda: tokenizer, tokenizer.vocabulary_tokens)
 
     def allows(token_ids: list[int]) -> bool:

@@ -25,7 +25,7 @@ from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm.engine import TrtllmEngine
 from backends.engine.trtllm.settings import TrtllmConfig
 from backends.errors import ConfigError, InvalidRequest
-from backends.tensors import GRAMMAR, REGEX, STRUCTURAL_TAG
+from backends.tensors import AFTER_THINKING, GRAMMAR, REGEX, STRUCTURAL_TAG
 from tests.backends.small_tokenizers import DEMO
 from tests.backends.trtllm.specs import decode_spec, prefill_spec
 
@@ -135,6 +135,8 @@ def test_a_schema_is_translated_where_its_grammar_sees_the_whole_answer(fake_pac
         assert getattr(of_kind, keyword) == guided.guide and of_kind.json is None
     tagged = made.sampling(replace(guided, guide_kind=STRUCTURAL_TAG), 0, 1)
     assert tagged.guided_decoding is None, "calls of strict functions are not forced"
+    with pytest.raises(InvalidRequest, match="turn the thinking off"):
+        made.sampling(replace(guided, guide_kind=AFTER_THINKING), 0, 1)
     with pytest.raises(InvalidRequest, match="cannot go on with an answer that was begun"):
         made.sampling(guided, 2, 1)
     made.close()

@@ -14,7 +14,7 @@ from backends.engine.sampling_params import SamplingParams
 from backends.engine.vllm import messages as m
 from backends.engine.vllm.process import token_logprobs
 from backends.engine.vllm.sampling import vllm_sampling
-from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
+from backends.tensors import AFTER_THINKING, GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
 from backends.text.guides import Guides
 from backends.text.tokenizer import Tokenizer
 from backends.token_logprobs import token_logprobs as defined_logprobs
@@ -45,11 +45,13 @@ TAG = json.dumps({
     "triggers": ["<|user|>"],
     "structures": [{"begin": "<|user|>", "schema": {"type": "null"}, "end": "."}],
 })  # fmt: skip
+THEN_SCHEMA = json.dumps({"begin": "<|user|>", "end": "e", "schema": json.loads(SCHEMA)})
 GUIDES = {
     "schema": (SCHEMA, JSON_SCHEMA),
     "regex": ("[a-f]{4,20}-[0-9]{3}", REGEX),
     "choice": ('start: "first answer" | "second answer"', GRAMMAR),
     "tag": (TAG, STRUCTURAL_TAG),
+    "thinking": (THEN_SCHEMA, AFTER_THINKING),
 }
 
 

@@ -13,14 +13,21 @@ from backends.engine.vllm.given_tokens import GIVEN
 from backends.engine.vllm.guided import special_ids
 from backends.engine.vllm.sampling import VLLM_SEED_MAX, vllm_sampling
 from backends.errors import InvalidRequest
-from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
+from backends.tensors import AFTER_THINKING, GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG, TAGS
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
 TAG = json.dumps({
     "triggers": ["<call>"],
     "structures": [{"begin": "<call>", "schema": {"type": "object"}, "end": "</call>"}],
 })  # fmt: skip
-GUIDES = {JSON_SCHEMA: SCHEMA, REGEX: "[a-c]+", GRAMMAR: 'root ::= "a"', STRUCTURAL_TAG: TAG}
+THEN_PATTERN = json.dumps({"begin": "", "end": "<call>", "pattern": "[a-c]+"})
+GUIDES = {
+    JSON_SCHEMA: SCHEMA,
+    REGEX: "[a-c]+",
+    GRAMMAR: 'root ::= "a"',
+    STRUCTURAL_TAG: TAG,
+    AFTER_THINKING: THEN_PATTERN,
+}
 
 
 def mapped(position: int = 0, tokens: int = 9, **changes: Any) -> dict[str, Any]:
@@ -74,7 +81,7 @@ def test_a_grammar_is_passed_on_with_the_number_of_tokens_to_follow(kind: str) -
         assert name == "json"
         assert json.loads(text).items() >= json.loads(SCHEMA).items()
         assert "whitespace_pattern" in json.loads(text)["x-guidance"]
-    elif kind == STRUCTURAL_TAG:
+    elif kind in TAGS:
         assert name == "grammar"
         assert "<[7]>" in text
     else:

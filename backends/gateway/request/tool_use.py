@@ -16,12 +16,12 @@ import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from backends.gateway.fields import bad_field, shown
-from backends.gateway.structured_outputs import AnswerForm
+from backends.gateway.request.fields import bad_field, shown
+from backends.gateway.request.structured_outputs import AnswerForm
 from backends.tensors import STRUCTURAL_TAG
 from backends.text.tool_calls.formats import (
     FORCED,
@@ -30,7 +30,7 @@ from backends.text.tool_calls.formats import (
     format_of,
     mentions_tools,
 )
-from backends.text.tool_calls.parser import CallParser, CallPart, Part
+from backends.text.tool_calls.parser import CallParser, CallPart, CallReader, Part
 from backends.text.tool_calls.schema import arguments_schema, call_schema, calls_schema
 
 NONE, DEFAULT, REQUIRED, NAMED = "none", "auto", "required", "named"
@@ -39,14 +39,6 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 FORCED_BYTES_MAX = 256 * 1024  # of functions whose schema is made; the conductor limits the schema
 BY_TEMPLATE = "auto"  # value of tool_call_parser: the chat template decides
 Function = Mapping[str, Any]
-
-
-class CallReader(Protocol):
-    """Finds the calls in an answer, piece by piece."""
-
-    def push(self, text: str) -> Sequence[Part]: ...
-
-    def finish(self) -> Sequence[Part]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from backends.gateway.request.schemas import (
+    EFFORTS,
+    GUIDES,
+    INT32,
+    SCHEMAS,
+    SECONDS_MAX,
+    SECONDS_MIN,
+    TEMPERATURE_MAX,
+)
 from backends.statuses import HttpRefusal
 from backends.tensors import ANSWERS_MAX
 
-INT32 = 2**31  # a 32-bit integer is -INT32 to INT32 - 1
 REFUSALS_MAX = 8  # bad fields that the refusal of one request lists
 SHOWN_CHARACTERS_MAX = 40  # an error message shows at most this part of a value
 _BRIEF = reprlib.Repr()
@@ -26,7 +34,14 @@ _BRIEF.maxlevel = 4
 # reprlib cuts out the middle of longer strings and integers.
 _BRIEF.maxstring = _BRIEF.maxlong = 4 * SHOWN_CHARACTERS_MAX
 _BRIEF.maxlist = _BRIEF.maxdict = SHOWN_CHARACTERS_MAX
-CHAT, COMPLETION = "chat", "completion"
+CHAT, COMPLETION, RESPONSES, MESSAGES = "chat", "completion", "responses", "messages"
+ALL = (CHAT, COMPLETION, RESPONSES, MESSAGES)
+REQUIRED = {
+    CHAT: ["messages"],
+    COMPLETION: ["prompt"],
+    RESPONSES: ["input"],
+    MESSAGES: ["messages", "max_tokens"],
+}
 BOTH = (CHAT, COMPLETION)
 
 
@@ -63,15 +78,43 @@ IGNORED = {
     "request_id": "text",  # the header X-Request-Id names a request
     "session_id": "text",
 }
-# Keys of structured_outputs that vLLM's older fields `guided_KEY` have too -> their schemas.
-GUIDES: dict[str, dict[str, Any]] = {
-    "json": {"type": ["object", "string"]},
-    "regex": {"type": "string", "minLength": 1},
-    "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
-    "grammar": {"type": "string", "minLength": 1},
-}
+# Responses keeps these two.
+OF_IGNORED = {"store": BOTH, "metadata": (*BOTH, MESSAGES)}
+RESPONSES_FIELDS = tuple(
+    Field(name, kind, meaning, routes=(RESPONSES,))
+    for name, kind, meaning in (
+        ("input", "input", "a text, or a list of items: messages, calls and their outputs"),
+        ("instructions", "text", "a system message before the input"),
+        ("max_output_tokens", "integer", "largest number of tokens of the answer"),
+        ("tools", "response_tools", "functions that the model may call"),
+        ("tool_choice", "response_choice", "none, auto (default), required, or a function"),
+        ("text", "response_text", "format of the answer: text, json_object or json_schema"),
+        ("reasoning", "reasoning", "effort: variable reasoning_effort of the chat template"),
+        ("include", "include", "message.output_text.logprobs: log probabilities of the tokens"),
+        ("previous_response_id", "text", "a stored response, which the input continues"),
+        ("store", "flag", "keep the response for later requests; default false"),
+        ("metadata", "metadata", "returned with the response"),
+        ("stream_options", "stream_options", "include_obfuscation is ignored"),
+        ("max_tool_calls", "integer", "ignored: limits tools of the server, which has none"),
+    )
+)
+MESSAGES_FIELDS = tuple(
+    Field(name, kind, meaning, routes=(MESSAGES,))
+    for name, kind, meaning in (
+        ("messages", "turns", "the conversation so far: messages of user and assistant"),
+        ("system", "system", "a text, or blocks of text"),
+        ("max_tokens", "integer", "largest number of tokens of the answer"),
+        ("stop_sequences", "stop", "words that end the answer"),
+        ("tools", "anthropic_tools", "functions that the model may call"),
+        ("tool_choice", "anthropic_choice", "auto (default), any, none or tool"),
+        ("thinking", "thinking", "variable enable_thinking of the chat template"),
+        ("output_config", "output_config", "effort, and format: JSON of a schema"),
+        ("context_management", "object", "ignored"),
+        ("cache_control", "object", "ignored: cached blocks are found by their content"),
+    )
+)
 FIELDS = (
-    Field("model", "text", "name of the model, as in /v1/models"),
+    Field("model", "text", "name of the model, as in /v1/models", routes=ALL),
     Field("messages", "messages", "the conversation so far", routes=(CHAT,)),
     Field(
         "prompt",
@@ -81,39 +124,60 @@ FIELDS = (
     ),
     Field("max_tokens", "integer", "largest number of tokens of the answer", "max_tokens"),
     Field("max_completion_tokens", "integer", "the newer name of max_tokens", routes=(CHAT,)),
-    Field("min_tokens", "integer", "smallest number of tokens of the answer", "min_tokens"),
-    Field("ignore_eos", "flag", "do not end the answer at an end-of-sequence token"),
-    Field("temperature", "temperature", "0: greedy; default 1", "temperature"),
-    Field("top_p", "number", "smallest set of top tokens with this total probability", "top_p"),
-    Field("top_k", "integer", "sample from the k likeliest tokens; 0 or -1: all", "top_k"),
-    Field("min_p", "number", "smallest probability, relative to the likeliest token's", "min_p"),
+    Field(
+        "min_tokens", "integer", "smallest number of tokens of the answer", "min_tokens", routes=ALL
+    ),
+    Field("ignore_eos", "flag", "do not end the answer at an end-of-sequence token", routes=ALL),
+    Field("temperature", "temperature", "0: greedy; default 1", "temperature", routes=ALL),
+    Field(
+        "top_p",
+        "number",
+        "smallest set of top tokens with this total probability",
+        "top_p",
+        routes=ALL,
+    ),
+    Field(
+        "top_k", "integer", "sample from the k likeliest tokens; 0 or -1: all", "top_k", routes=ALL
+    ),
+    Field(
+        "min_p",
+        "number",
+        "smallest probability, relative to the likeliest token's",
+        "min_p",
+        routes=ALL,
+    ),
     Field(
         "presence_penalty",
         "number",
         "subtracted from the logit of each token that the answer contains",
         "presence_penalty",
+        routes=ALL,
     ),
     Field(
         "frequency_penalty",
         "number",
         "subtracted from the logit of a token for each of its occurrences in the answer",
         "frequency_penalty",
+        routes=ALL,
     ),
     Field(
         "repetition_penalty",
         "number",
         "divides positive logits of prompt and answer tokens, multiplies negative ones; 1: off",
         "repetition_penalty",
+        routes=ALL,
     ),
-    Field("seed", "seed", "equal seeds give equal answers; random by default"),
-    Field("stop", "stop", "words that end the answer", "stop_words"),
-    Field("stop_token_ids", "token_ids", "tokens that end the answer", "stop_token_ids"),
+    Field("seed", "seed", "equal seeds give equal answers; random by default", routes=ALL),
+    Field("stop", "stop", "words that end the answer", "stop_words", routes=ALL),
+    Field(
+        "stop_token_ids", "token_ids", "tokens that end the answer", "stop_token_ids", routes=ALL
+    ),
     Field("logprobs", "flag", "return the log probability of each token", routes=(CHAT,)),
     Field(
         "top_logprobs",
         "integer",
         "number of likeliest tokens returned per position, 0 to 20",
-        routes=(CHAT,),
+        routes=(CHAT, RESPONSES),
     ),
     Field(
         "logprobs",
@@ -142,8 +206,24 @@ FIELDS = (
         "none, auto (default), required, or the function that the model must call",
         routes=(CHAT,),
     ),
-    Field("parallel_tool_calls", "flag", "false: at most one call in an answer", routes=(CHAT,)),
-    Field("chat_template_kwargs", "object", "variables of the chat template", routes=(CHAT,)),
+    Field(
+        "parallel_tool_calls",
+        "flag",
+        "false: at most one call in an answer",
+        routes=(CHAT, RESPONSES),
+    ),
+    Field(
+        "reasoning_effort",
+        "effort",
+        "variable of the chat template; none: also its variable enable_thinking is false",
+        routes=(CHAT,),
+    ),
+    Field(
+        "chat_template_kwargs",
+        "object",
+        "variables of the chat template",
+        routes=(CHAT, RESPONSES, MESSAGES),
+    ),
     Field(
         "add_generation_prompt",
         "flag",
@@ -165,8 +245,8 @@ FIELDS = (
     Field("response_format", "format", "json_schema: the answer follows the schema; json_object"),
     Field("structured_outputs", "guide", "json, regex, choice, grammar or json_object: its form"),
     *(Field(f"guided_{key}", f"guided_{key}", f"structured_outputs.{key}") for key in GUIDES),
-    Field("logit_bias", "logit_bias", "token id -> number that is added to its logit"),
-    Field("stream", "flag", "send server-sent events"),
+    Field("logit_bias", "logit_bias", "token id -> number that is added to its logit", routes=ALL),
+    Field("stream", "flag", "send server-sent events", routes=ALL),
     Field(
         "stream_options",
         "stream_options",
@@ -185,17 +265,39 @@ FIELDS = (
         "number of answers of which the `n` with the highest mean logprob are returned",
         routes=(COMPLETION,),
     ),
-    Field("timeout", "seconds", "deadline in seconds after the arrival"),
+    Field("timeout", "seconds", "deadline in seconds after the arrival", routes=ALL),
     Field(
         "priority",
         "integer",
         "below 0: rejected earlier under load; above 0: preempts lower priorities in decode",
+        routes=ALL,
     ),
-    Field("tenant", "text", "requests of a tenant share KV; with API keys, the key's tenant"),
-    Field("cache_salt", "text", "requests share KV only if their salts are equal"),
-    *(Field(name, kind, "ignored, as it changes no answer") for name, kind in IGNORED.items()),
+    Field(
+        "tenant",
+        "text",
+        "requests of a tenant share KV; with API keys, the key's tenant",
+        routes=ALL,
+    ),
+    Field("cache_salt", "text", "requests share KV only if their salts are equal", routes=ALL),
+    *RESPONSES_FIELDS,
+    *MESSAGES_FIELDS,
+    *(
+        Field(name, kind, "ignored, as it changes no answer", routes=OF_IGNORED.get(name, ALL))
+        for name, kind in IGNORED.items()
+    ),
 )
 UNSUPPORTED = (
+    UnsupportedField("background", (False,), (RESPONSES,)),
+    UnsupportedField("conversation", (), (RESPONSES,)),
+    UnsupportedField("prompt", (), (RESPONSES,)),
+    UnsupportedField("truncation", ("disabled",), (RESPONSES,)),
+    UnsupportedField("context_management", ([],), (RESPONSES,)),
+    UnsupportedField("moderation", (), (RESPONSES,)),
+    UnsupportedField("access_programs", (), (RESPONSES,)),
+    UnsupportedField("background_options", (), (RESPONSES,)),
+    UnsupportedField("image", (), (RESPONSES,)),
+    UnsupportedField("container", (), (MESSAGES,)),
+    UnsupportedField("mcp_servers", ([],), (MESSAGES,)),
     UnsupportedField("best_of", (1,), (CHAT,)),
     UnsupportedField("echo", (False,), (CHAT,)),
     UnsupportedField("suffix", ("",), (COMPLETION,)),
@@ -205,7 +307,6 @@ UNSUPPORTED = (
     UnsupportedField("audio", (), (CHAT,)),
     UnsupportedField("prediction", (), (CHAT,)),
     UnsupportedField("web_search_options", (), (CHAT,)),
-    UnsupportedField("reasoning_effort", ("none",), (CHAT,)),
     UnsupportedField("verbosity", ("medium",), (CHAT,)),
     UnsupportedField("moderation", (), (CHAT,)),
     UnsupportedField("images"),
@@ -217,183 +318,19 @@ UNSUPPORTED = (
     UnsupportedField("include_reasoning", (True,)),
     UnsupportedField("return_tokens_as_token_ids", (False,)),
 )
-SECONDS_MIN, SECONDS_MAX = 0.001, 86400
-TEMPERATURE_MAX = 2  # OpenAI's limit; the conductor's own is wider
-INTEGER_SCHEMA = {"type": ["integer", "null"], "minimum": -INT32, "maximum": INT32 - 1}
-TOKENS_SCHEMA = {"type": "array", "items": INTEGER_SCHEMA | {"type": "integer"}, "minItems": 1}
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "integer": INTEGER_SCHEMA,
-    "seed": {"type": ["integer", "null"], "minimum": -(2**63), "maximum": 2**64 - 1},
-    "answers": {"type": ["integer", "null"], "minimum": 1, "maximum": ANSWERS_MAX},
-    "number": {"type": ["number", "null"]},
-    "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": TEMPERATURE_MAX},
-    "seconds": {"type": ["number", "null"], "minimum": SECONDS_MIN, "maximum": SECONDS_MAX},
-    "flag": {"type": ["boolean", "null"]},
-    "text": {"type": ["string", "null"]},
-    "object": {"type": ["object", "null"]},
-    "tools": {
-        "type": ["array", "null"],
-        "items": {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {
-                    "type": "object",
-                    "properties": {
-                        "name": {"type": "string"},
-                        "description": {"type": ["string", "null"]},
-                        "parameters": {"type": ["object", "null"]},
-                        "strict": {"type": ["boolean", "null"]},
-                    },
-                    "required": ["name"],
-                    "additionalProperties": False,
-                },
-            },
-            "required": ["function"],
-        },
-    },
-    "tool_choice": {
-        "anyOf": [
-            {"enum": ["none", "auto", "required", None]},
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "properties": {"name": {"type": "string"}},
-                        "required": ["name"],
-                    },
-                },
-                "required": ["type", "function"],
-            },
-        ]
-    },
-    "stop": {
-        "anyOf": [
-            {"type": ["string", "null"], "minLength": 1},
-            {"type": "array", "items": {"type": "string", "minLength": 1}},
-        ]
-    },
-    "format": {
-        "anyOf": [
-            {"type": "null"},
-            {
-                "type": "object",
-                "properties": {"type": {"enum": ["text", "json_object"]}},
-                "required": ["type"],
-                "additionalProperties": False,
-            },
-            {
-                "type": "object",
-                "required": ["type", "json_schema"],
-                "additionalProperties": False,
-                "properties": {
-                    "type": {"const": "json_schema"},
-                    "json_schema": {
-                        "type": "object",
-                        "required": ["schema"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "name": {"type": "string"},
-                            "description": {"type": ["string", "null"]},
-                            "strict": {"type": ["boolean", "null"]},
-                            "schema": {"type": "object"},
-                        },
-                    },
-                },
-            },
-        ]
-    },
-    "guide": {
-        "type": ["object", "null"],
-        "properties": {**GUIDES, "json_object": {"const": True}},
-        "minProperties": 1,
-        "maxProperties": 1,
-        "additionalProperties": False,
-    },
-    **{f"guided_{key}": {"anyOf": [{"type": "null"}, each]} for key, each in GUIDES.items()},
-    "logit_bias": {
-        "type": ["object", "null"],
-        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-        "additionalProperties": {"type": "number"},
-    },
-    "token_ids": {"type": ["array", "null"], "items": INTEGER_SCHEMA | {"type": "integer"}},
-    "stream_options": {
-        "type": ["object", "null"],
-        "properties": {
-            "include_usage": {"type": ["boolean", "null"]},
-            "include_obfuscation": {"type": ["boolean", "null"]},
-            "continuous_usage_stats": {"type": ["boolean", "null"]},
-        },
-        "additionalProperties": False,
-    },
-    "prompt": {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-            TOKENS_SCHEMA,
-            {"type": "array", "items": TOKENS_SCHEMA, "minItems": 1},
-        ]
-    },
-    "messages": {
-        "type": "array",
-        "minItems": 1,
-        "items": {
-            "type": "object",
-            "properties": {
-                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                "content": {"type": ["string", "null"]},
-                "tool_calls": {"type": ["array", "null"]},
-                "tool_call_id": {"type": ["string", "null"]},
-                "name": {"type": ["string", "null"]},
-                "refusal": {"type": ["string", "null"]},
-                "annotations": {"type": ["array", "null"]},
-                "reasoning_content": {"type": ["string", "null"]},
-                "provider_specific_fields": {"type": ["object", "null"]},
-            },
-            "required": ["role"],
-            "additionalProperties": False,
-        },
-    },
-}
 # continuous_usage_stats is an option of vLLM, which aiperf and GuideLLM send.
 STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
+# Sampling and scheduling: fields that mean the same on each route.
+SHARED = tuple(each.name for each in FIELDS if each.routes == ALL and each.name not in IGNORED)
 # route -> (name -> field, name -> unsupported field)
 TABLES = {
     route: (
         {field.name: field for field in FIELDS if route in field.routes},
         {field.name: field for field in UNSUPPORTED if route in field.routes},
     )
-    for route in BOTH
-}
-TOKENIZE_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "model": SCHEMAS["text"],
-        "prompt": {"type": "string"},
-        "messages": SCHEMAS["messages"],
-        "add_special_tokens": SCHEMAS["flag"],
-        "tools": SCHEMAS["tools"],
-        "chat_template_kwargs": SCHEMAS["object"],
-        "add_generation_prompt": SCHEMAS["flag"],
-        "continue_final_message": SCHEMAS["flag"],
-    },
-    "oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}],
-    "additionalProperties": False,
-}
-
-
-DETOKENIZE_SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "model": SCHEMAS["text"],
-        "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-    },
-    "required": ["tokens"],
-    "additionalProperties": False,
+    for route in ALL
 }
 
 
@@ -405,7 +342,7 @@ def schema(route: str) -> dict[str, Any]:
             name: {"description": field.meaning, **SCHEMAS[field.kind]}
             for name, field in TABLES[route][0].items()
         },
-        "required": ["messages" if route == CHAT else "prompt"],
+        "required": REQUIRED[route],
         "additionalProperties": False,
     }
 
@@ -530,6 +467,12 @@ def _seconds(name: str, value: object) -> float:
     return seconds
 
 
+def _effort(name: str, value: object) -> str:
+    if value not in EFFORTS:
+        raise bad_field(name, f"{name} is {shown(value)}; send {', '.join(EFFORTS)}")
+    return str(value)
+
+
 def as_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise bad_field(name, f"{name} is {shown(value)}; send true or false")
@@ -592,6 +535,7 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
     "seconds": _seconds,
     "flag": as_flag,
     "text": as_text,
+    "effort": _effort,
     "object": as_object,
     "stop": _stop,
     "token_ids": _token_ids,

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from backends.gateway.fields import CHAT
+from backends.gateway.request.fields import CHAT
+from backends.gateway.request.infer_request import PromptUse
 from backends.text.token_bytes import CONTEXT_TOKENS
 
 LEAST = -9999.0  # OpenAI's value for an impossible token, because JSON has no infinity
@@ -30,15 +31,6 @@ class PieceLogprobs(NamedTuple):
     log_probs: list[float | None]  # None: of a prompt's first token
     top_ids: list[list[int]]
     top_log_probs: list[list[float]]
-
-
-class PromptUse(NamedTuple):
-    """How an answer uses its prompt."""
-
-    is_echoed: bool  # True: the text begins with the prompt
-    is_alone: bool  # True: the answer has no generated token, because max_tokens is 0
-    top: int | None  # likeliest tokens of each position in `prompt_logprobs`; None: no such list
-    echoed_top: int  # likeliest tokens of each position of an echoed prompt, if it has logprobs
 
 
 class TokenWords(Protocol):

@@ -12,15 +12,8 @@ from typing import Any
 
 import msgspec
 
-from backends.gateway.fields import (
-    DETOKENIZE_SCHEMA,
-    TOKENIZE_SCHEMA,
-    as_flag,
-    as_object,
-    as_text,
-    bad_field,
-    shown,
-)
+from backends.gateway.request.fields import as_flag, as_object, as_text, bad_field, shown
+from backends.gateway.request.schemas import DETOKENIZE_SCHEMA, TOKENIZE_SCHEMA
 from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
 from backends.text.chat_template import OWN_VARIABLES
@@ -30,7 +23,7 @@ from backends.text.tool_calls.requests import read_calls, read_functions
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 # Fields of a message that chat templates do not use: the speaker's `name`, and fields of answers
 # that clients send back. LiteLLM for example sends `provider_specific_fields`.
-IGNORED = ("name", "refusal", "annotations", "reasoning_content", "provider_specific_fields")
+IGNORED = ("name", "refusal", "annotations", "provider_specific_fields")
 TOKEN_ID_MAX = 2**31 - 1
 CHOICES_MAX = 128  # answers of one request, to all of its prompts
 PROMPT_IDS_MAX = 2**20  # limit of token ids in a prompt; the model's own limit may be lower
@@ -139,6 +132,10 @@ def read_template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("add_generation_prompt", "continue_final_message"):
         if name in given:
             found[name] = as_flag(name, given[name])
+    if (effort := given.get("reasoning_effort")) is not None:
+        found.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            found.setdefault("enable_thinking", False)
     if found.get("continue_final_message") and given.get("add_generation_prompt"):
         what = "add_generation_prompt and continue_final_message exclude each other; send one"
         raise bad_field("continue_final_message", what)
@@ -169,6 +166,9 @@ def _message(name: str, value: object) -> dict[str, Any]:
         if calls is None:
             raise bad_field(f"{name}.tool_calls", problem)
         found["tool_calls"] = calls
+    thinking = rest.pop("reasoning_content", None)
+    if role == "assistant" and thinking is not None:
+        found["reasoning_content"] = as_text(f"{name}.reasoning_content", thinking)
     if role == "tool":
         for key in ("tool_call_id", "name"):
             if key in rest:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from backends.gateway.fields import GUIDES, Reader, as_object, as_text, bad_field, shown
-from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX
+from backends.gateway.request.fields import Reader, as_object, as_text, bad_field, shown
+from backends.gateway.request.schemas import GUIDES
+from backends.tensors import AFTER_THINKING, GRAMMAR, JSON_SCHEMA, REGEX, STRUCTURAL_TAG
 from backends.text.closed_schema import CLOSED_BYTES_MAX, closed
 
 FORMATS = "type text, json_object, or json_schema with json_schema.schema"
@@ -43,6 +44,22 @@ class AnswerForm(NamedTuple):
         if self.kind == JSON_SCHEMA:
             return {"guided_json": self.text}
         return {"guided_decoding_guide_type": self.kind, "guided_decoding_guide": self.text}
+
+    def after_thinking(self, begin: str, end: str) -> AnswerForm:
+        """The form of an answer that follows this form behind its thinking. `begin`, `end`: the
+        marks; `begin` is "" if the prompt has it. Raises HttpRefusal for a grammar."""
+        if self.kind not in (JSON_SCHEMA, REGEX):
+            if self.kind == STRUCTURAL_TAG:  # free text, which the thinking is too
+                return self
+            what = (
+                f"{self.field} cannot follow the thinking of this model; send a schema or regex, "
+                'or chat_template_kwargs {"enable_thinking": false} if its template has this'
+            )
+            raise bad_field(self.field, what, code="unsupported")
+        given = "schema" if self.kind == JSON_SCHEMA else "pattern"
+        body = msgspec.Raw(self.text.encode()) if given == "schema" else self.text
+        tag = msgspec.json.encode({"begin": begin, "end": end, given: body})
+        return AnswerForm(self.field, AFTER_THINKING, tag.decode())
 
 
 def only_form(forms: Iterable[AnswerForm]) -> AnswerForm | None:

@@ -1,4 +1,4 @@
-"""The bytes of an answer: server-sent events, one JSON object, or a refusal. Pure.
+"""The bytes of the answers of a chat or completion: server-sent events, or a JSON object. Pure.
 
 A stream has one event for each message of the conductor, often one per token. To save time, the
 constant parts of an event are encoded once per answer. The last event with text has the finish
@@ -6,23 +6,24 @@ reason. If the client requested token counts, an event with them follows. `[DONE
 
     data: {"id": ..., "object": ..., "created": ..., "model": ..., "choices": [{...}]}
 
-If the answer may have tool calls, a `CallReader` finds them in its text. Then text and the parts of
-each call have events of their own, and a message whose text is held back may have none.
+If the model thinks, or the answer may have tool calls, a reader finds them in its text. Then the
+thinking, text and the parts of each call have events of their own, and a message whose text is held
+back may have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
-from backends.gateway.fields import CHAT
-from backends.gateway.logprobs import LogprobsWriter, PieceLogprobs, joined
-from backends.gateway.tool_use import CallReader
+from backends.gateway.answer.logprobs import joined
+from backends.gateway.answer.pieces import AnswerPiece, ChoiceWriter, thinking_tokens
+from backends.gateway.request.fields import CHAT
 from backends.statuses import HttpRefusal
+from backends.text.reasoning import Thought
 from backends.text.tool_calls.parser import CallPart, Part
 
 encode = msgspec.json.encode
@@ -38,22 +39,6 @@ OBJECTS = {
 }
 
 
-class AnswerPiece(NamedTuple):
-    """The part of an answer in one message of the conductor. Counts are 0 unless requested."""
-
-    text: bytes
-    finish_reason: str  # a key of FINISH_REASONS; "": more pieces follow
-    output_tokens: int = 0  # tokens in this message
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    logprobs: PieceLogprobs | None = None
-    decision: bytes = b""  # JSON of the routing decision; b"" in most pieces, and if not requested
-    index: int = 0  # of its answer, among all answers of the request
-    prompt_logprobs: bytes = b""  # JSON, in the first piece of an answer; b"": not requested
-    token_ids: list[int] | None = None  # of this message; None unless requested, as prompt_ids
-    prompt_ids: list[int] | None = None  # [] after the first message of an answer
-
-
 @dataclass(frozen=True, slots=True)
 class AnswerFacts:
     """The facts that all events of an answer contain."""
@@ -66,34 +51,32 @@ class AnswerFacts:
     answers: int = 1  # to each prompt
 
 
-def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, object]:
-    return {
+def usage(
+    prompt_tokens: int, output_tokens: int, cached_tokens: int, of_thinking: int | None
+) -> dict[str, object]:
+    """`of_thinking`: tokens of the output; None if the model does not think."""
+    found: dict[str, object] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
-
-
-@dataclass(slots=True)
-class ChoiceWriter:
-    """The state of one answer while its events are written."""
-
-    logprobs: LogprobsWriter | None = None  # None: the client gets none
-    calls: CallReader | None = None  # None: the answer has no calls
-    has_calls: bool = False  # True once a part of a call was written
-    is_begun: bool = False  # True once an event was written
-    prompt_ids: bytes = b""  # for the first event of a chat; b"": not requested
-    before: bytes = b""  # constant bytes of an event before the text, as the next one
-    before_delta: bytes = b""
+    if of_thinking is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": of_thinking}
+    return found
 
 
 class EventStream:
-    """The events of all answers of one request, as bytes."""
+    """The events of all answers of one request, as bytes. `kept`: as in `whole`."""
 
     def __init__(
-        self, facts: AnswerFacts, includes_usage: bool, choices: Sequence[ChoiceWriter]
+        self,
+        facts: AnswerFacts,
+        includes_usage: bool,
+        choices: Sequence[ChoiceWriter],
+        kept: int = 1,
     ) -> None:
+        self._kept = kept
         self._facts, self._choices = facts, choices
         self._unfinished = len(choices)
         self._includes_usage = includes_usage
@@ -146,8 +129,8 @@ class EventStream:
             end = b'}],"usage":' + self._usage() + EVENT_END
         if piece.decision:
             end = end.removesuffix(EVENT_END) + b',"decision":' + piece.decision + EVENT_END
-        if choice.calls is not None:
-            body = self._with_calls(choice, choice.calls, piece, between, end)
+        if choice.reader is not None:
+            body = self._with_parts(choice, piece, between, end)
         else:
             reason = encode(_reason(piece)) if piece.finish_reason else b"null"
             text = encode(piece.text.decode("utf-8", "replace"))
@@ -164,19 +147,14 @@ class EventStream:
                 body += self._closing()
         return body
 
-    def _with_calls(
-        self,
-        choice: ChoiceWriter,
-        calls: CallReader,
-        piece: AnswerPiece,
-        between: bytes,
-        end: bytes,
+    def _with_parts(
+        self, choice: ChoiceWriter, piece: AnswerPiece, between: bytes, end: bytes
     ) -> bytes:
-        """The events of a piece in a chat with tools. Logprobs, counts and the decision are in its
-        last event."""
+        """The events of a piece in a chat with thinking or tools. Logprobs, counts and the decision
+        are in its last event."""
         plain = self._between + b"null" + self._end
         deltas = []
-        for part in read_parts(calls, [piece]):
+        for part in choice.push(piece):
             choice.has_calls |= isinstance(part, CallPart)
             deltas.append(_delta(part))
         has_more = between is not self._between or end is not self._end
@@ -191,19 +169,20 @@ class EventStream:
 
     def _usage(self) -> bytes:
         prompt_tokens, cached_tokens = map(sum, zip(*self._of_prompts.values(), strict=True))
-        return encode(usage(prompt_tokens, self._output_tokens, cached_tokens))
+        thinking = thinking_tokens(self._choices)
+        return encode(usage(prompt_tokens, self._output_tokens, cached_tokens, thinking))
 
     def _closing(self) -> bytes:
         if not self._includes_usage:
             return DONE
         return self._head + b'],"usage":' + self._usage() + EVENT_END + DONE
 
+    def whole(self, pieces: Sequence[AnswerPiece]) -> bytes:
+        return whole(self._facts, pieces, self._choices, self._kept)
 
-def read_parts(calls: CallReader, pieces: Sequence[AnswerPiece]) -> list[Part]:
-    """Text and parts of calls in consecutive pieces of an answer."""
-    text = b"".join(piece.text for piece in pieces).decode("utf-8", "replace")
-    found = list(calls.push(text))
-    return found + list(calls.finish()) if pieces[-1].finish_reason else found
+    def error(self, refusal: HttpRefusal) -> bytes:
+        """The event for an error after the first event of a stream."""
+        return b"data: " + encode(refusal.body()) + b"\n\n"
 
 
 def _reason(piece: AnswerPiece, has_calls: bool = False) -> str:
@@ -212,8 +191,10 @@ def _reason(piece: AnswerPiece, has_calls: bool = False) -> str:
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
-def _delta(part: Part) -> bytes:
+def _delta(part: Thought | Part) -> bytes:
     """A `delta` without its closing bracket."""
+    if isinstance(part, Thought):
+        return b'{"reasoning_content":' + encode(part.text)
     if isinstance(part, str):
         return b'{"content":' + encode(part)
     call: dict[str, object] = {"index": part.index}
@@ -224,33 +205,25 @@ def _delta(part: Part) -> bytes:
     return b'{"tool_calls":' + encode([{**call, "function": function}])
 
 
-def _content_and_calls(parts: Sequence[Part]) -> dict[str, object]:
-    """`content` and `tool_calls` of a whole answer; `content` is None if it has only calls."""
+def _of_parts(parts: Sequence[Thought | Part]) -> dict[str, object]:
+    """`content`, `reasoning_content` and `tool_calls` of a whole answer; `content` is None if it
+    has only calls."""
+    found: dict[str, object] = {}
+    thoughts = [part.text for part in parts if isinstance(part, Thought)]
+    if thoughts:
+        found["reasoning_content"] = "".join(thoughts)
     text = "".join(part for part in parts if isinstance(part, str))
     calls: list[dict[str, Any]] = []
     for part in parts:
-        if isinstance(part, str):
+        if not isinstance(part, CallPart):
             continue
         if part.name:
             function = {"name": part.name, "arguments": ""}
             calls.append({"id": part.call_id, "type": "function", "function": function})
         calls[-1]["function"]["arguments"] += part.arguments
-    return {"content": text or None, "tool_calls": calls} if calls else {"content": text}
-
-
-def refusal_response(refusal: HttpRefusal, more: Mapping[str, str] | None = None) -> Response:
-    """A refusal in OpenAI's error format. `more`: further headers."""
-    headers = dict(more or {})
-    if refusal.retry_after_s:
-        headers["Retry-After"] = str(refusal.retry_after_s)
-    if refusal.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(encode(refusal.body()), refusal.status, headers, "application/json")
-
-
-def error_event(refusal: HttpRefusal) -> bytes:
-    """The event for an error after the first event of a stream."""
-    return b"data: " + encode(refusal.body()) + b"\n\n"
+    if calls:
+        return found | {"content": text or None, "tool_calls": calls}
+    return found | {"content": text}
 
 
 def whole(
@@ -281,6 +254,7 @@ def whole(
             sum(piece.prompt_tokens for piece in firsts),
             sum(piece.output_tokens for piece in pieces),
             sum(piece.cached_tokens for piece in firsts),
+            thinking_tokens(choices),
         ),
     }
     if facts.route == CHAT:
@@ -310,15 +284,15 @@ def _choice(
     choice: dict[str, object] = {"index": index}
     if facts.route == CHAT:
         message: dict[str, object] = {"role": "assistant", "content": text, "refusal": None}
-        if writer.calls is not None:
-            message |= _content_and_calls(read_parts(writer.calls, pieces))
+        if writer.reader is not None:
+            message |= _of_parts([part for piece in pieces for part in writer.push(piece)])
         choice["message"] = message
     else:
         choice["text"] = text
         choice |= _of_prompt(pieces[0])
     if pieces[-1].token_ids is not None:
         choice["token_ids"] = [each for piece in pieces for each in piece.token_ids or ()]
-    has_calls = writer.calls is not None and "tool_calls" in message
+    has_calls = writer.reader is not None and "tool_calls" in message
     return choice | {"logprobs": of_tokens, "finish_reason": _reason(pieces[-1], has_calls)}
 
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from backends.gateway import prompts, structured_outputs
-from backends.gateway.fields import CHAT, COMPLETION, FIELDS, Reader, bad_field, read
-from backends.gateway.logprobs import PromptUse
-from backends.gateway.structured_outputs import AnswerForm, only_form
-from backends.gateway.tool_use import ToolUse, read_choice, tool_use
+from backends.gateway.request import prompts, structured_outputs
+from backends.gateway.request.fields import CHAT, COMPLETION, FIELDS, Reader, bad_field, read
+from backends.gateway.request.structured_outputs import AnswerForm, only_form
+from backends.gateway.request.tool_use import NONE, ToolUse, read_choice, tool_use
 from backends.tensors import JSON_SCHEMA, PROMPT_OUTPUTS
 
 MODEL = "conductor"
@@ -61,6 +60,15 @@ TOKEN_IDS = ("output_ids", "prompt_ids")
 COUNTS = ("num_output_tokens", "num_input_tokens", "cached_tokens")
 
 
+class PromptUse(NamedTuple):
+    """How an answer uses its prompt."""
+
+    is_echoed: bool  # True: the text begins with the prompt
+    is_alone: bool  # True: the answer has no generated token, because max_tokens is 0
+    top: int | None  # likeliest tokens of each position in `prompt_logprobs`; None: no such list
+    echoed_top: int  # likeliest tokens of each position of an echoed prompt, if it has logprobs
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayRequest:
     """A client's request after the gateway's checks."""
@@ -81,6 +89,15 @@ class GatewayRequest:
     shows_logprobs: bool = False  # False: logprobs, if any, only compare answers
     prompt: PromptUse | None = None  # None: the answer has only generated tokens
     returns_token_ids: bool = False
+    form: AnswerForm | None = None  # that `inputs` asks for; None: the answer is free text
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the answer may have tool calls."""
+        return self.tools is not None and self.tools.choice != NONE
+
+    def with_inputs(self, **inputs: Any) -> GatewayRequest:
+        return replace(self, inputs={**self.inputs, **inputs})
 
     @property
     def answers(self) -> int:
@@ -109,11 +126,13 @@ class GatewayRequest:
         return tuple(dict.fromkeys(found))
 
     def of_form(self, form: AnswerForm | None) -> GatewayRequest:
-        """The request for an answer of this form."""
+        """The request for an answer of this form, in place of another one."""
         if form is None:
             return self
+        before = self.form.inputs if self.form is not None else {}
+        kept = {name: each for name, each in self.inputs.items() if name not in before}
         names = {**self.names, **dict.fromkeys(form.inputs, form.field)}
-        return replace(self, inputs={**self.inputs, **form.inputs}, names=names)
+        return replace(self, inputs={**kept, **form.inputs}, names=names, form=form)
 
     @property
     def wants_logprobs(self) -> bool:

@@ -1,0 +1,1 @@
+"""OpenAI's Responses: requests, items, events, and the responses that are stored."""
