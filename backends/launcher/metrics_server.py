@@ -5,6 +5,7 @@
                    (always 200 on a host without models)
     GET /settings  the served model repository, and the state of each model's newest edit,
                    as JSON (model_settings/running_system.py)
+    GET /history   the figures of the last ten minutes as JSON (metrics/status/history.py)
     GET /live      200 while this launcher runs, even if Tritons do not answer
 
 Each Triton and each gateway process serves its own metrics page, and this server merges the pages.
@@ -28,8 +29,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 
+import msgspec
+
 from backends.direct_http import CALL_FAILED, DIRECTLY
 from backends.launcher.repository import ModelState
+from backends.metrics.status import view
+from backends.metrics.status.history import History
 from backends.metrics.table import METRICS
 from mooncake_store.process.bounded_http import BoundedHttpServer
 
@@ -164,6 +169,7 @@ class MetricsServer:
         self._lock = threading.Lock()
         self._fetchers = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="metrics-fetch")
         self._is_closing = threading.Event()
+        self._history = History()
         self._server = BoundedHttpServer(address, self._handler())
         self._threads = [
             threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True),
@@ -205,8 +211,20 @@ class MetricsServer:
         while not self._is_closing.wait(FETCH_EVERY_S):
             try:
                 self._fetch()
+                self._remember()
             except Exception:  # Catch all: one failed fetch must not end this thread
                 log.exception("a fetch failed")
+
+    def _remember(self) -> None:
+        """Add a point to the history, if it is time."""
+        if not self._history.is_due(time.monotonic()):
+            return
+        with self._lock:
+            text = self._page.text()
+        self._history.add(view.parse(text, time.monotonic()), time.time())
+
+    def history(self) -> bytes:
+        return msgspec.json.encode({"points": list(self._history.points)})
 
     def _ready(self) -> tuple[bool, bytes]:
         models = [{"name": each.name, "is_ready": each.is_ready} for each in self._states()]
@@ -228,11 +246,13 @@ class MetricsServer:
                 elif self.path == "/ready":
                     is_ready, body = server._ready()
                     status = 200 if is_ready else 503
+                elif self.path == "/history":
+                    body = server.history()
                 elif self.path == "/settings":
                     body = json.dumps(server._settings()).encode()
                 else:
                     status, kind = 404, "text/plain"
-                    body = b"/metrics, /ready, /settings or /live\n"
+                    body = b"/metrics, /ready, /settings, /history or /live\n"
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))

@@ -297,6 +297,104 @@ def test_a_keyboard_reaches_everything_and_everything_has_a_name(browser: Tab) -
     assert not browser.problems
 
 
+def test_a_chat_goes_on_and_a_tool_is_called_and_answered(browser: Tab) -> None:
+    with_key(browser, KEY)
+    browser.value("$('further').open = true")
+    browser.type("#system", "Answer.")
+    browser.type("#seed", "7")
+    ask(browser, "Who is she?", route="chat")
+    answered(browser)
+    browser.value("$('keep').checked = true")
+    browser.value("$('tool-choice').value = 'required'")
+    ask(browser, "What is the weather?", max_tokens=200, route="chat")
+    answered(browser)
+    sent = "chat.map((each) => each.role).join(' ')"
+    assert browser.value(sent) == "user assistant user assistant"
+    assert "get_weather" in browser.text("#answer")
+    browser.value("$('max-tokens').value = 4")
+    browser.click("#call-form button")
+    browser.wait(f"{sent}.endsWith('assistant tool assistant')", "the answer after the call")
+    answered(browser)
+    assert "get_weather" in browser.text("#turns")
+    browser.click("#anew")
+    assert browser.value("chat.length === 0 && $('turns').hidden")
+    browser.value("$('keep').checked = false; $('tool-choice').value = ''")
+    browser.type("#system", "")
+    assert not browser.problems
+
+
+def test_an_answer_follows_the_schema_of_the_page_and_a_wrong_one_is_not_sent(browser: Tab) -> None:
+    with_key(browser, KEY)
+    browser.value("$('further').open = true")
+    browser.type("#schema", '{"enum": ["Paris"]}')
+    ask(browser, "Which town?", max_tokens=60, route="chat")
+    answered(browser)
+    assert browser.value("JSON.parse($('answer').textContent)") == "Paris"
+    browser.type("#schema", "{")
+    ask(browser, "Which town?", route="chat")
+    browser.wait("!$('error').hidden", "what is wrong with it")
+    assert "not JSON" in browser.text("#error")
+    browser.type("#schema", "")
+    assert not browser.problems
+
+
+def test_thinking_is_folded_and_the_page_tells_how_to_call_it(browser: Tab) -> None:
+    """The demo model does not think, so here its words are made."""
+    with_key(browser, KEY)
+    deltas = [{"reasoning_content": "Let me see."}, {"content": "Yes."}]
+    events = [{"choices": [{"delta": each, "finish_reason": None}]} for each in deltas]
+    body = "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n"
+    browser.value("window.realFetch = window.fetch")
+    browser.value(
+        "window.fetch = async (url, more) => "
+        f"url === 'status' ? realFetch(url, more) : new Response({json.dumps(body)})"
+    )
+    ask(browser, "Is it?", route="chat")
+    browser.wait("!running && $('answer').textContent.includes('Yes.')", "the words")
+    browser.value("window.fetch = window.realFetch")
+    assert browser.value("document.querySelector('details.thought').open") is False
+    assert browser.value("document.querySelector('details.thought').textContent") == (
+        "ThinkingLet me see."
+    )
+    browser.value("$('how').open = true")
+    said = browser.text("#how")
+    assert "/v1/chat/completions" in said and "context of" in said and "$KEY" in said
+    browser.value("$('how').open = false")
+    assert not browser.problems
+
+
+def test_curves_have_a_gap_where_nothing_came_and_the_playground_comes_first_on_a_telephone(
+    browser: Tab,
+) -> None:
+    with_key(browser, KEY)
+    browser.wait("latest.history.length >= 2", "two points of the history")
+    browser.wait("$('curves').children.length === 4", "four curves")
+    points = [
+        {
+            "unix_s": at,
+            "ttft_p90_s": each,
+            "tbt_p90_s": None,
+            "tokens_per_s": 5,
+            "rejections_per_s": 0,
+        }
+        for at, each in ((0, 1.0), (10, None), (20, 2.0), (30, 1.5))
+    ]
+    browser.value("clearTimeout(polling)")
+    browser.value(f"showCurves({json.dumps(points)})")
+    paths = browser.value(
+        "[...$('curves').querySelectorAll('path')].map((each) => each.getAttribute('d'))"
+    )
+    assert [path.count("M") for path in paths] == [2, 0, 1, 1]
+    assert browser.value("$('curves').children[0].innerText") == "TTFT p90: 1.5 s, at most 2.0 s"
+    browser.look(390, 844)
+    browser.wait("innerWidth === 390", "its width")
+    top = "document.querySelector('{}').getBoundingClientRect().top"
+    assert browser.value(top.format("#playground")) < browser.value(top.format("#tiles"))
+    browser.look(1280, 900)
+    browser.value("poll()")
+    assert not browser.problems
+
+
 def test_who_leaves_frees_pages_slot_and_leases(gateway: Gateway) -> None:
     server = gateway.server
     wait_until(server.is_idle, "an idle start")

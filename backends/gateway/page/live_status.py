@@ -2,6 +2,7 @@
 
     metrics    what `mooncake status --json` says (backends/metrics/status/view.py); null without
     cluster    what the frontend knows of it (backends/frontend/decisions/fields.py); null without
+    history    figures of the last ten minutes (backends/metrics/status/history.py)
     problems   why something is not there
 
 Not here: what a key may see of it (`shown_to`, below, and docs/reference/status-page.md), the page.
@@ -12,12 +13,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from backends.metrics.status.readings import RECENT_S, NoStatus, Readings, fetch
+from backends.direct_http import CALL_FAILED
+from backends.metrics.status.history import EVERY_S
+from backends.metrics.status.readings import RECENT_S, NoStatus, Readings, fetch, fetch_page
 from backends.metrics.status.view import View
 from backends.statuses import HttpRefusal
 from backends.tenants import ApiTenant
@@ -33,6 +37,7 @@ class StatusReading:
     metrics: View | None = None
     cluster: dict[str, Any] | None = None
     problems: list[str] = field(default_factory=list)
+    history: list[dict[str, Any]] = field(default_factory=list)
 
 
 class LiveStatus:
@@ -44,6 +49,8 @@ class LiveStatus:
         self._readings = Readings()
         self._looking = asyncio.Lock()
         self._seen = StatusReading()
+        self._history: list[dict[str, Any]] = []
+        self._history_s = float("-inf")  # when it was read
         self._seen_s = float("-inf")
         self.looks = 0
 
@@ -59,7 +66,17 @@ class LiveStatus:
         self.looks += 1
         problems: list[str] = []
         metrics, cluster = await asyncio.gather(self._metrics(problems), self._cluster(problems))
-        return StatusReading(metrics, cluster, problems)
+        if metrics is not None and time.monotonic() - self._history_s >= EVERY_S:
+            await self._read_history()
+        return StatusReading(metrics, cluster, problems, self._history)
+
+    async def _read_history(self) -> None:
+        """Without an answer, the history stays as it is."""
+        url = self._metrics_url.removesuffix("/metrics") + "/history"
+        with suppress(*CALL_FAILED, msgspec.DecodeError, KeyError):
+            body = await asyncio.to_thread(fetch_page, url)
+            self._history = msgspec.json.decode(body)["points"]
+            self._history_s = time.monotonic()
 
     async def _metrics(self, problems: list[str]) -> View | None:
         if not self._metrics_url:
@@ -96,5 +113,6 @@ def shown_to(reading: StatusReading, tenant: ApiTenant | None) -> dict[str, Any]
         "asker": {"tenant": tenant.name if tenant else None, "is_operator": is_operator},
         "metrics": reading.metrics,
         "cluster": cluster,
+        "history": reading.history,
         "problems": reading.problems,
     }

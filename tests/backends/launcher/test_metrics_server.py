@@ -6,6 +6,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from backends.launcher.environment import free_ports
 from backends.launcher.metrics_server import MetricsServer, MetricsSource
 from backends.launcher.repository import ModelState
+from backends.metrics.status import history
 from mooncake_store.process import bounded_http
 
 COUNTER = "mooncake_steps_total"
@@ -106,6 +108,16 @@ def test_a_probe_is_answered_beside_many_silent_clients(
         assert tritons.get("/live") == (200, "alive\n")
         names = [thread.name for thread in threading.enumerate()]
         assert sum("process_request_thread" in name for name in names) <= 8
+
+
+def test_the_history_grows_while_nobody_looks(
+    tritons: Tritons, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "EVERY_S", 0.0)
+    give_up_s = time.monotonic() + 30.0
+    while not (points := json.loads(tritons.get("/history")[1])["points"]):
+        assert time.monotonic() < give_up_s
+    assert points[0].keys() == set(history.HistoryPoint.__struct_fields__)
 
 
 def test_one_page_has_the_newest_of_all(tritons: Tritons) -> None:
