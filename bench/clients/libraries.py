@@ -67,7 +67,12 @@ AGENTS = {
         Library("npm-openai", ("openai@6.49.0",), "openai_calls.mjs"),
         Library(
             "npm-ai",
-            ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.92", "zod@4.6.7"),
+            (
+                "ai@6.0.326",
+                "@ai-sdk/openai-compatible@2.0.92",
+                "@ai-sdk/openai@3.0.141",
+                "zod@4.6.7",
+            ),
             "ai_calls.mjs",
         ),
         agent("langchain", "langchain-openai==1.7.4", "langchain==1.5.2"),
@@ -75,6 +80,7 @@ AGENTS = {
         agent("instructor", "instructor==1.17.0"),
         agent("openai-agents", "openai-agents==0.24.0"),
         agent("litellm-proxy", "litellm[proxy]==1.106.2"),
+        agent("anthropic", "anthropic==2.14.0"),
         agent("lm-eval", "lm-eval[api]==0.4.13", "transformers==5.23.0"),
         agent(
             "llama-index",

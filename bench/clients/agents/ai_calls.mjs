@@ -1,5 +1,7 @@
-// The npm package `ai` with `@ai-sdk/openai-compatible`: text, tools in two steps, streams, objects.
+// The npm package `ai` with `@ai-sdk/openai-compatible` and with the default model of `@ai-sdk/openai`,
+// which speaks Responses: text, tools in two steps, streams, objects.
 
+import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
@@ -78,5 +80,32 @@ async function stream_object() {
   return JSON.stringify(schema.parse(last));
 }
 
+const responses = createOpenAI({ baseURL: server.url, apiKey: server.key });
+// It would refer to items of stored responses, which this server keeps on request only.
+const providerOptions = { openai: { store: false } };
+const asked_responses = { model: responses(server.model), providerOptions };
+
+async function responses_text() {
+  const { text, usage } = await generateText({ ...asked, ...asked_responses });
+  check(text && usage.totalTokens > 0, "no text or no usage");
+  return `${JSON.stringify(text)}, ${usage.inputTokens} + ${usage.outputTokens} tokens`;
+}
+
+async function responses_tools_streamed() {
+  const called = [];
+  const kinds = new Set();
+  const stream = streamText({ ...withTools(called), ...asked_responses, onError: () => {} });
+  for await (const part of stream.fullStream) kinds.add(part.type);
+  check(called.length >= 1 && kinds.has("tool-result"), `parts: ${[...kinds]}`);
+  check(!kinds.has("error"), `parts: ${[...kinds]}`);
+  return `called with ${called}; parts: ${[...kinds]}`;
+}
+
+async function responses_object() {
+  const { object } = await generateObject({ ...asked, ...asked_responses, schema });
+  return JSON.stringify(schema.parse(object));
+}
+
+const of_responses = [responses_text, responses_tools_streamed, responses_object];
 const texts = [generate_text, generate_text_with_tools, stream_text, stream_text_with_tools];
-await runCalls("ai", [...texts, generate_object, stream_object]);
+await runCalls("ai", [...texts, generate_object, stream_object, ...of_responses]);

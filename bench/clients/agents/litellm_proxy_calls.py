@@ -110,7 +110,38 @@ def tools(server: CalledServer) -> str:
     return f"{calls}, then {answer.message.content!r}; streamed: {streamed}"
 
 
-CALLS = (chat, tools)
+def responses(server: CalledServer) -> str:
+    with proxy(server) as at:
+        client = openai.OpenAI(base_url=at.url, api_key=at.key, max_retries=0, timeout=CALL_S_MAX)
+        more: dict[str, Any] = {"model": at.model, "input": QUESTION, "max_output_tokens": 40}
+        whole = client.responses.create(**more, temperature=0).output_text
+        events = list(client.responses.create(**more, temperature=0, stream=True))
+        deltas = [each for each in events if each.type == "response.output_text.delta"]
+        streamed = "".join(each.delta for each in deltas)
+    assert whole and streamed == whole
+    return f"{whole!r}, streamed the same"
+
+
+def messages(server: CalledServer) -> str:
+    """Anthropic's form, which the proxy translates."""
+    body = {
+        "model": server.model,
+        "max_tokens": 40,
+        "messages": [{"role": "user", "content": QUESTION}],
+    }
+    with proxy(server) as at:
+        address = at.url.removeprefix("http://").removesuffix("/v1")
+        connection = http.client.HTTPConnection(address, timeout=CALL_S_MAX)
+        headers = {"x-api-key": at.key, "Content-Type": "application/json"}
+        connection.request("POST", "/v1/messages", json.dumps(body), headers)
+        answer = json.loads(connection.getresponse().read())
+        connection.close()
+    text = answer["content"][0]["text"]
+    assert text and answer["usage"]["output_tokens"]
+    return repr(text)
+
+
+CALLS = (chat, tools, responses, messages)
 
 if __name__ == "__main__":
     run_calls(f"litellm proxy {version('litellm')}", CALLS, ())

@@ -1,4 +1,4 @@
-"""The calls of openai-agents with its model for chat completions: tools, output type, handoffs.
+"""The calls of openai-agents with both of its models: tools, output type, handoffs.
 
 Run as a program in its environment (call_matrix.py).
 """
@@ -22,7 +22,8 @@ def agent(server: CalledServer, name: str = "clerk", **more: Any) -> Any:
     client = openai.AsyncOpenAI(
         base_url=server.url, api_key=server.key, max_retries=0, timeout=CALL_S_MAX
     )
-    model = agents.OpenAIChatCompletionsModel(model=server.model, openai_client=client)
+    kind = more.pop("kind", agents.OpenAIChatCompletionsModel)
+    model = kind(model=server.model, openai_client=client)
     choice = more.pop("tool_choice", None)
     settings = agents.ModelSettings(
         max_tokens=100, tool_choice=choice, extra_body={"seed": 5}, include_usage=True
@@ -79,7 +80,35 @@ def handoffs(server: CalledServer) -> str:
     return f"{found.last_agent.name}: {found.final_output!r}"
 
 
-CALLS = (chat, chat_streamed, tools, output_type, handoffs)
+def responses(server: CalledServer) -> str:
+    """With the model for Responses: a required call, an object, and a handoff in a stream."""
+    kind, called = agents.OpenAIResponsesModel, []
+
+    def weather(city: str) -> str:
+        """The weather of a city."""
+        called.append(city)
+        return "sunny"
+
+    wanted = agent(server, kind=kind, tools=[agents.function_tool(weather)], tool_choice="required")
+    answer = agents.Runner.run_sync(wanted, QUESTION)
+    assert called and answer.final_output
+    found = agents.Runner.run_sync(agent(server, kind=kind, output_type=Weather), QUESTION)
+    assert isinstance(found.final_output, Weather)
+    second = agent(server, "meteorologist", kind=kind, handoff_description="Knows the weather")
+    first = agent(server, kind=kind, handoffs=[second], tool_choice="transfer_to_meteorologist")
+
+    async def handed_over() -> Any:
+        stream = agents.Runner.run_streamed(first, QUESTION)
+        async for _ in stream.stream_events():
+            pass
+        return stream
+
+    handed = asyncio.run(handed_over())
+    assert handed.last_agent.name == "meteorologist" and handed.final_output
+    return f"called with {called}, {found.final_output!r}, {handed.final_output!r}"
+
+
+CALLS = (chat, chat_streamed, tools, output_type, handoffs, responses)
 
 if __name__ == "__main__":
     run_calls(f"openai-agents {version('openai-agents')}", CALLS, ())

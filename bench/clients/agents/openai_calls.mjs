@@ -59,5 +59,28 @@ const run_tools_named = () => tools_run(named, false);
 const run_tools_named_streamed = () => tools_run(named, true);
 const run_tools_required = () => tools_run("required", false, 2);
 
-const calls = [chat, chat_streamed, run_tools_named, run_tools_named_streamed];
+async function response() {
+  const more = { model: server.model, input: QUESTION, max_output_tokens: 60, temperature: 0 };
+  const whole = await client.responses.create(more);
+  const stream = client.responses.stream(more);
+  const kinds = new Set();
+  let streamed = "";
+  for await (const event of stream) {
+    kinds.add(event.type);
+    if (event.type === "response.output_text.delta") streamed += event.delta;
+  }
+  check(whole.output_text && streamed === whole.output_text, streamed);
+  return `${JSON.stringify(whole.output_text)}; ${[...kinds].join(" ")}`;
+}
+
+async function response_parsed() {
+  const schema = weather([]).function.parameters;
+  const format = { type: "json_schema", name: "weather", schema, strict: true };
+  const more = { model: server.model, input: QUESTION, max_output_tokens: 60 };
+  const { output_text } = await client.responses.parse({ ...more, text: { format } });
+  check(CITIES.includes(JSON.parse(output_text).city), output_text);
+  return output_text;
+}
+
+const calls = [response, response_parsed, chat, chat_streamed, run_tools_named, run_tools_named_streamed];
 await runCalls("openai", [...calls, run_tools_required]);

@@ -16,11 +16,11 @@ const schema = {
   json_schema: { name: "weather", schema: parameters, strict: true },
 };
 
-function evaluated(more, assertion) {
+function evaluated(more, assertion, kind = "chat") {
   const config = { apiBaseUrl: server.url, apiKey: server.key, max_tokens: 60, seed: 5, ...more };
   const evaluation = {
     prompts: ["{{question}}"],
-    providers: [{ id: `openai:chat:${server.model}`, config }],
+    providers: [{ id: `openai:${kind}:${server.model}`, config }],
     tests: [{ vars: { question: QUESTION }, assert: [assertion] }],
   };
   mkdirSync("promptfoo", { recursive: true });
@@ -48,4 +48,7 @@ const required_tool = () =>
   evaluated({ tools, tool_choice: "required" }, { type: "is-valid-openai-tools-call" });
 const json_schema = () => evaluated({ response_format: schema }, { type: "is-json" });
 
-await runCalls("promptfoo", [chat, required_tool, json_schema]);
+const responses = () =>
+  evaluated({ max_output_tokens: 60 }, { type: "javascript", value: "output.length > 0" }, "responses");
+
+await runCalls("promptfoo", [chat, required_tool, json_schema, responses]);

@@ -21,7 +21,7 @@ providers: Any = importlib.import_module("pydantic_ai.providers.openai")
 
 def agent(server: CalledServer, **more: Any) -> Any:
     provider = providers.OpenAIProvider(base_url=server.url, api_key=server.key)
-    model = models.OpenAIChatModel(server.model, provider=provider)
+    model = more.pop("kind", models.OpenAIChatModel)(server.model, provider=provider)
     settings = {"max_tokens": 100, "seed": 5, "timeout": CALL_S_MAX}
     return pydantic_ai.Agent(model, model_settings=settings, **more)
 
@@ -81,7 +81,22 @@ def tools(server: CalledServer) -> str:
     return f"called with {called}, then {found.output!r}"
 
 
-CALLS = (text, output_type, native_output, output_type_streamed, tools)
+def responses(server: CalledServer) -> str:
+    """With the model for Responses: a text, the default output type, and it streamed."""
+    kind = models.OpenAIResponsesModel
+    said = agent(server, kind=kind).run_sync(QUESTION).output
+    found = agent(server, kind=kind, output_type=Weather).run_sync(QUESTION).output
+
+    async def streamed() -> Any:
+        async with agent(server, kind=kind, output_type=Weather).run_stream(QUESTION) as stream:
+            return await stream.get_output()
+
+    again = asyncio.run(streamed())
+    assert said and isinstance(found, Weather) and isinstance(again, Weather)
+    return f"{said!r}, {found!r}, streamed {again!r}"
+
+
+CALLS = (text, output_type, native_output, output_type_streamed, tools, responses)
 
 if __name__ == "__main__":
     run_calls(f"pydantic-ai {version('pydantic-ai-slim')}", CALLS, ())
