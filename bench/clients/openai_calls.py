@@ -319,8 +319,10 @@ def a_response_with_a_call(server: CalledServer) -> str:
     """A forced call, its result, and an answer."""
     client = synchronous(server)
     function: Any = {"type": "function", **WEATHER["function"]}
-    more: dict[str, Any] = {"model": server.model, "max_output_tokens": 60, "tools": [function]}
-    first = client.responses.create(**more, input=PROMPT, tool_choice="required")
+    more: dict[str, Any] = {"model": server.model, "max_output_tokens": 100, "tools": [function]}
+    first = client.responses.create(
+        **more, input=PROMPT, tool_choice="required", parallel_tool_calls=False
+    )
     calls = [item for item in first.output if item.type == "function_call"]
     assert calls and [Weather.model_validate_json(call.arguments) for call in calls]
     results: list[Any] = [

@@ -98,6 +98,7 @@ RESPONSES_FIELDS = tuple(
         ("max_tool_calls", "integer", "ignored: limits tools of the server, which has none"),
     )
 )
+OF_ANTHROPIC = ("inference_geo", "speed", "user_profile_id", "workspace_id")
 MESSAGES_FIELDS = tuple(
     Field(name, kind, meaning, routes=(MESSAGES,))
     for name, kind, meaning in (
@@ -111,6 +112,8 @@ MESSAGES_FIELDS = tuple(
         ("output_config", "output_config", "effort, and format: JSON of a schema"),
         ("context_management", "object", "ignored"),
         ("cache_control", "object", "ignored: cached blocks are found by their content"),
+        ("diagnostics", "object", "ignored"),
+        *((name, "text", "ignored") for name in OF_ANTHROPIC),
     )
 )
 FIELDS = (

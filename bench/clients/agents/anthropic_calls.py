@@ -18,7 +18,14 @@ WEATHER = {"name": "weather", "input_schema": Weather.model_json_schema()}
 
 def asked(server: CalledServer, **more: Any) -> dict[str, Any]:
     turns = [{"role": "user", "content": QUESTION}]
-    return {"model": server.model, "max_tokens": 60, "temperature": 0, "messages": turns} | more
+    greedy = {"temperature": 0}  # version 2 has no parameter for it
+    return {
+        "model": server.model,
+        "max_tokens": 60,
+        "messages": turns,
+        "extra_body": greedy,
+        **more,
+    }
 
 
 def client(server: CalledServer) -> Any:
