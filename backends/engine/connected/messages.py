@@ -70,6 +70,7 @@ class Stage(msgspec.Struct, tag="stage", frozen=True):
     uses: tuple[SlotUse, ...] = ()  # one for each place that is in a slot
     # Later tokens are not saved, because a complete slot must not be written. 0: no limit.
     saved_tokens_max: int = 0
+    is_decode: bool = False  # the last token was generated
 
     @property
     def token_count(self) -> int:

@@ -93,7 +93,8 @@ class VllmScheduler(StageScheduler):
     def __init__(
         self, block_tokens: int, tokens_per_block: int, send: Any, can_continue: bool = True
     ) -> None:
-        """`can_continue`: prefill may go on after tokens that have KV. False: only decode may."""
+        """`can_continue`: prefill may go on after tokens that have KV. False: only decode may, for
+        which vLLM has another kernel."""
         super().__init__(block_tokens, tokens_per_block, send, ALL_ASIDE)
         self._can_continue = can_continue
         self._asked: list[Entry] = []  # planned in this step
@@ -118,7 +119,8 @@ class VllmScheduler(StageScheduler):
         page, stop = self._tokens_per_block, min(entry.stage.loaded_tokens, tokens - 1)
         assert local_tokens % page == 0, f"vLLM has found {local_tokens} tokens, no whole pages"
         entry.local_tokens, entry.first_page = local_tokens, local_tokens // page
-        if stop <= local_tokens or not (self._can_continue or stop == tokens - 1):
+        is_step_of_decode = entry.stage.is_decode and stop == tokens - 1
+        if stop <= local_tokens or not (self._can_continue or is_step_of_decode):
             entry.load_pages, entry.is_load_due = 0, False
             return 0
         entry.load_pages, entry.is_load_due = -(-stop // page) - entry.first_page, True

@@ -183,6 +183,7 @@ class ConnectedDecode(
                 places,
                 loaded_tokens,
                 uses,
+                is_decode=True,
             )
         )
 

@@ -279,6 +279,7 @@ class RealVllm(Connected):
         pages = [self.free_pages.pop() for _ in range(count)]
         places = [page * self.block_bytes for page in pages]
         stage = self.message(name, prompt, places, loaded_tokens)
+        stage = msgspec.structs.replace(stage, is_decode=loaded_tokens > 0)
         for index, page in enumerate(pages):
             self.page(page)[:] = 0xEE
             if kept is not None and index * self.block_tokens < loaded_tokens:

@@ -113,15 +113,17 @@ def test_an_altered_block_of_latent_attention_changes_the_tokens(engines: Engine
     engine.check_clean()
 
 
+@pytest.mark.parametrize("length", [256, 257, len(LONG)])
 def test_latent_attention_that_cannot_continue_after_a_prefix_computes_the_prompt(
-    engines: Engines,
+    engines: Engines, length: int
 ) -> None:
-    engine = engines.get("deepseek_v3")
-    store = filled(engine, LONG)
-    pages = engine.stage("a", LONG, store, loaded_tokens=256)
-    request = engine.ask("a", LONG, TOKENS)
-    assert engine.output(request) == engine.expected(LONG, TOKENS)
-    loaded = 256 if engine.scheduler._can_continue else 0
+    """Also if the prefix has all tokens but the last."""
+    engine, prompt = engines.get("deepseek_v3"), LONG[:length]
+    store = filled(engine, prompt)
+    pages = engine.stage("a", prompt, store, loaded_tokens=256)
+    request = engine.ask("a", prompt, TOKENS)
+    assert engine.output(request) == engine.expected(prompt, TOKENS)
+    loaded = min(256, length - 1) if engine.scheduler._can_continue else 0
     assert engine.news("a")[0] == ("claimed", 0, loaded)
     engine.unstage("a", pages)
     engine.check_clean()

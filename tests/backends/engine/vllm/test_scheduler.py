@@ -23,12 +23,21 @@ class Scheduled:
         self.sent: list[m.ToWorker] = []
         self.scheduler = VllmScheduler(BLOCK, PAGE, self.sent.append, can_continue)
 
-    def stage(self, name: str, tokens: int, loaded: int = 0, last: int = 0, more: int = 0) -> None:
+    def stage(
+        self,
+        name: str,
+        tokens: int,
+        loaded: int = 0,
+        last: int = 0,
+        more: int = 0,
+        is_decode: bool = False,
+    ) -> None:
         count = blocks_touched(tokens + more, BLOCK)
         places = [block * 1000 for block in range(count)]
         prompt = list(range(tokens))
         stage = m.Stage.of(name, prompt, BLOCK, b"0" * 16, "", places, loaded)
-        self.scheduler.on_message(msgspec.structs.replace(stage, saved_tokens_max=last))
+        more_of_it = {"saved_tokens_max": last, "is_decode": is_decode}
+        self.scheduler.on_message(msgspec.structs.replace(stage, **more_of_it))
         assert self.sent[-1] == m.Staged(name)
 
     def unstage(self, name: str) -> None:
@@ -83,10 +92,14 @@ def test_all_tokens_that_are_on_the_host_match_but_the_last(
 
 
 @pytest.mark.parametrize(("loaded", "matched"), [(40, 39), (39, 39), (38, 0), (32, 0)])
-def test_without_prefixes_only_all_tokens_but_the_last_match(loaded: int, matched: int) -> None:
+def test_without_prefixes_only_all_tokens_but_a_generated_one_match(
+    loaded: int, matched: int
+) -> None:
     at = Scheduled(can_continue=False)
-    at.stage("a", 40, loaded)
+    at.stage("a", 40, loaded, is_decode=True)
     assert at.match("a", 40) == matched
+    at.stage("b", 40, loaded)
+    assert at.match("b", 40) == 0, "the last token of a prompt is one of prefill"
 
 
 def test_a_request_matches_its_stage_by_name_and_length() -> None:
