@@ -28,7 +28,7 @@ from backends.workers.protocol import DecodeReply, DecodeRequest, PrefillReply, 
 from tests.mooncake_store.client.world import MappedNode
 from tests.mooncake_store.in_process import InProcessDirectory
 
-WAIT_S = 30.0
+WAIT_S = 90.0
 NODE = "s0"
 # What only the other role has.
 OTHERS_OWN = {"prefill": {"slots"}, "decode": {"chunk_tokens", "layerwise"}}
