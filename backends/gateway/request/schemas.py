@@ -211,9 +211,45 @@ SCHEMAS |= {
         "additionalProperties": False,
     },
     "output_config": {"type": ["object", "null"]},
-    "turns": {"type": "array", "items": {"type": "object"}, "minItems": 1},
-    "system": {"anyOf": [{"type": ["string", "null"]}, {"type": "array"}]},
-    "anthropic_tools": {"type": ["array", "null"], "items": {"type": "object"}},
+    "turns": {
+        "type": "array",
+        "minItems": 1,
+        "items": {
+            "type": "object",
+            "properties": {
+                "role": {"enum": ["user", "assistant"]},
+                "content": {
+                    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]
+                },
+            },
+            "required": ["role", "content"],
+        },
+    },
+    "system": {
+        "anyOf": [
+            {"type": ["string", "null"]},
+            {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                    "required": ["type", "text"],
+                },
+            },
+        ]
+    },
+    "anthropic_tools": {
+        "type": ["array", "null"],
+        "items": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "description": {"type": "string"},
+                "input_schema": {"type": "object"},
+            },
+            "required": ["name", "input_schema"],
+        },
+    },
     "anthropic_choice": {
         "type": ["object", "null"],
         "properties": {"type": {"enum": ["auto", "any", "none", "tool"]}},
