@@ -71,10 +71,13 @@ class HttpRefusal(Exception):
         self._further = further
 
     def renamed(self, rename: Callable[[str], str]) -> HttpRefusal:
-        """The same refusal with other names of fields, also at the beginning of its messages."""
+        """The same refusal with other names of fields. `rename`: of a path like `tools[0].name`,
+        which may also be the first word of a message."""
         param = self.param and rename(self.param)
         further = [each.renamed(rename) for each in self._further]
-        own = rename(str(self.args[0]))
+        own = str(self.args[0])
+        path = re.split("[ :,;]", own, maxsplit=1)[0]
+        own = rename(path) + own[len(path) :]
         return HttpRefusal(self.status, self.code, own, param, self.retry_after_s, further)
 
     @property

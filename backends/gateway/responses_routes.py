@@ -19,6 +19,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -79,17 +80,12 @@ class ResponsesRoutes:
         wanted = await read_body(
             request, lambda body: read_responses(body, secrets.randbits(63), earlier), waits=True
         )
-        bytes_max = 0
-        if wanted.is_stored:
-            bytes_max = _stored_bytes_max(request)
+        bytes_max = _stored_bytes_max(request) if wanted.is_stored else 0
         response_id = RESPONSE + uuid.uuid4().hex
         started, served = await self._start(request, wanted.chat, response_id)
         made = new_response(wanted, response_id, int(time.time()), served.name)
         events = ResponseEvents(made, started.choices[0])
-
-        async def keep() -> None:
-            await asyncio.to_thread(self._keep, name, bytes_max, events, wanted)
-
+        keep = partial(asyncio.to_thread, self._keep, name, bytes_max, events, wanted)
         kept = keep if wanted.is_stored else None
         return GenerationResponse(response_id, started, events, self._counts, kept)
 

@@ -18,20 +18,19 @@ from typing import Any
 import msgspec
 
 from backends.gateway.request.fields import (
-    CHAT,
     MESSAGES,
     SHARED,
     Reader,
     as_flag,
     as_object,
+    as_objects,
     as_text,
     bad_field,
     read,
     shown,
 )
-from backends.gateway.request.infer_request import GatewayRequest, read_request
+from backends.gateway.request.infer_request import GatewayRequest, read_as_chat
 from backends.gateway.request.prompts import TokenizeRequest
-from backends.statuses import HttpRefusal
 
 SAME = (*SHARED, "chat_template_kwargs")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -94,23 +93,14 @@ def read_messages_request(
     last = given["messages"][-1]
     if last["role"] == "assistant" and "tool_calls" not in last:  # the answer continues it
         body["continue_final_message"] = True
-    if body.get("stream"):
-        body["stream_options"] = {"include_usage": True}
-    try:
-        chat = read_request(CHAT, body, default_seed)
-    except HttpRefusal as refusal:
-        raise refusal.renamed(_renamed) from None
-    names = {**chat.names, "max_tokens": "max_tokens", "stop_words": "stop_sequences"}
-    return replace(chat, names=names)
+    chat = read_as_chat(body, default_seed, _renamed)
+    return replace(chat, names={**chat.names, "stop_words": "stop_sequences"})
 
 
-def _renamed(text: str) -> str:
-    """A message or name of a chat with the names of this route, at its beginning."""
-    path = text[: next((at for at, each in enumerate(text) if each in " :,;"), len(text))]
-    if path in RENAMED:
-        return RENAMED[path] + text[len(path) :]
-    own = path.replace(".function.parameters", ".input_schema").replace(".function.", ".")
-    return own + text[len(path) :]
+def _renamed(path: str) -> str:
+    """The path of a chat's field with the names of this route."""
+    path = RENAMED.get(path, path)
+    return path.replace(".function.parameters", ".input_schema").replace(".function.", ".")
 
 
 def _read_turns(value: object) -> list[dict[str, Any]]:
@@ -196,21 +186,17 @@ def _read_system(value: object) -> str:
 
 def _read_tools(value: object) -> list[dict[str, Any]]:
     """The functions of `tools`, in the form of a chat."""
-    if not isinstance(value, list):
-        raise bad_field("tools", f"tools is {shown(value)}; send a list of tools")
     found = []
-    for index, each in enumerate(value):
-        name = f"tools[{index}]"
-        given = dict(as_object(name, each))
-        if (kind := given.pop("type", None)) not in (None, "custom"):
+    for name, given in as_objects("tools", value, "tools"):
+        if (kind := given.get("type")) not in (None, "custom"):
             what = f"{name}: tools of type {shown(kind)} are not supported by this server"
             raise bad_field(name, what, code="unsupported")
-        given = {
-            key: each for key, each in given.items() if key not in TOOL_EXTRAS and each is not None
+        function = {
+            "parameters" if key == "input_schema" else key: each
+            for key, each in given.items()
+            if key not in ("type", *TOOL_EXTRAS) and each is not None
         }
-        if "input_schema" in given:
-            given["parameters"] = given.pop("input_schema")
-        found.append({"type": "function", "function": given})
+        found.append({"type": "function", "function": function})
     return found
 
 

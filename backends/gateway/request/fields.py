@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import reprlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -492,6 +492,15 @@ def as_object(name: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise bad_field(name, f"{name} is {shown(value)}; send an object")
     return value
+
+
+def as_objects(name: str, value: object, kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(path, object) of each in a list. `kind`: what the list has, for the error."""
+    if not isinstance(value, list):
+        raise bad_field(name, f"{name} is {shown(value)}; send a list of {kind}")
+    for index, each in enumerate(value):
+        place = f"{name}[{index}]"
+        yield place, as_object(place, each)
 
 
 def _stop(name: str, value: object) -> list[str]:

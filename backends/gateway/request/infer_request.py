@@ -7,7 +7,7 @@ For missing fields this module sets OpenAI's defaults: temperature 1 and a rando
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from backends.gateway.request import prompts, structured_outputs
 from backends.gateway.request.fields import CHAT, COMPLETION, FIELDS, Reader, bad_field, read
 from backends.gateway.request.structured_outputs import AnswerForm, only_form
 from backends.gateway.request.tool_use import NONE, ToolUse, read_choice, tool_use
+from backends.statuses import HttpRefusal
 from backends.tensors import JSON_SCHEMA, PROMPT_OUTPUTS
 
 MODEL = "conductor"
@@ -203,6 +204,21 @@ def read_request(route: str, content: object, default_seed: int) -> GatewayReque
         prompt=of_prompt,
         returns_token_ids=given.get("return_token_ids", False),
     ).of_form(form)
+
+
+def read_as_chat(
+    body: Mapping[str, Any], default_seed: int, rename: Callable[[str], str]
+) -> GatewayRequest:
+    """Read the chat that a request of another route is. `rename`: name of a chat's field -> name of
+    the route's field, for errors. A stream has token counts. Raises HttpRefusal."""
+    more = {"stream_options": {"include_usage": True}} if body.get("stream") else {}
+    try:
+        chat = read_request(CHAT, {**body, **more}, default_seed)
+    except HttpRefusal as refusal:
+        raise refusal.renamed(rename) from None
+    names = {tensor: rename(name) for tensor, name in chat.names.items()}
+    form = chat.form and chat.form._replace(field=rename(chat.form.field))
+    return replace(chat, names=names, form=form)
 
 
 def _set_max_tokens(

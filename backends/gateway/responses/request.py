@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from backends.gateway.request.fields import (
-    CHAT,
     RESPONSES,
     SHARED,
     Reader,
     as_object,
+    as_objects,
     as_text,
     bad_field,
     read,
     shown,
 )
-from backends.gateway.request.infer_request import GatewayRequest, read_request
+from backends.gateway.request.infer_request import GatewayRequest, read_as_chat
 from backends.gateway.request.schemas import EFFORTS
 from backends.gateway.responses.items import (
     ITEMS_MAX,
@@ -32,7 +32,6 @@ from backends.gateway.responses.items import (
     text_bytes,
     unsupported,
 )
-from backends.statuses import HttpRefusal
 from backends.tensors import TEXT_BYTES_MAX
 
 # Fields of a chat that a request to /v1/responses has too, with the same meaning.
@@ -101,15 +100,8 @@ def read_responses(content: object, default_seed: int, earlier: EarlierItems) ->
         body |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
     elif given.get("top_logprobs"):
         raise bad_field("top_logprobs", f"top_logprobs requires include: [{LOGPROBS!r}]")
-    if body.get("stream"):
-        body["stream_options"] = {"include_usage": True}
-    try:
-        chat = read_request(CHAT, body, default_seed)
-    except HttpRefusal as refusal:
-        raise refusal.renamed(_renamed) from None
-    names = {**NAMES, **{tensor: _renamed(name) for tensor, name in chat.names.items()}}
-    form = chat.form and chat.form._replace(field=_renamed(chat.form.field))
-    chat = replace(chat, names=names, form=form)
+    chat = read_as_chat(body, default_seed, _renamed)
+    chat = replace(chat, names={**NAMES, **chat.names})
     return ResponsesRequest(chat, given, items, previous_id, given.get("store", False))
 
 
@@ -129,24 +121,18 @@ def _conversation(given: Sequence[Item], previous_id: str, earlier: EarlierItems
     return found
 
 
-def _renamed(text: str) -> str:
-    """A message or name of a chat with the names of this route, at its beginning."""
-    path = text[: next((at for at, each in enumerate(text) if each in " :,;"), len(text))]
-    own = path
-    for name, other in RENAMED.items():
-        is_part = name.startswith(".") or own.startswith(name)
-        own = own.replace(name, other, 1) if is_part else own
-    return own + text[len(path) :]
+def _renamed(path: str) -> str:
+    """The path of a chat's field with the names of this route."""
+    for name, own in RENAMED.items():
+        if name.startswith(".") or path.startswith(name):
+            path = path.replace(name, own, 1)
+    return path
 
 
 def _read_tools(value: object) -> list[dict[str, Any]]:
     """The functions of `tools`, in the form of a chat."""
-    if not isinstance(value, list):
-        raise bad_field("tools", f"tools is {shown(value)}; send a list of functions")
     found = []
-    for index, each in enumerate(value):
-        name = f"tools[{index}]"
-        given = as_object(name, each)
+    for name, given in as_objects("tools", value, "functions"):
         function = {key: value for key, value in given.items() if key not in TOOL_EXTRAS}
         if (kind := function.pop("type", None)) != "function":
             what = f"tools of type {shown(kind)} are not supported by this server; send functions"

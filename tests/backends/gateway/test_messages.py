@@ -115,6 +115,7 @@ def test_a_last_message_of_the_assistant_is_continued_and_its_format_is_that_of_
         body(messages=turns, output_config=config, thinking={"type": "enabled"}), 1
     )
     assert json.loads(found.inputs["guided_json"])["properties"] == schema["properties"]
+    assert found.names["guided_json"] == "output_config.format"
     assert json.loads(found.prompts[0]["chat_template_kwargs"]) == {
         "enable_thinking": True,
         "continue_final_message": True,
