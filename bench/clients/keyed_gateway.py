@@ -26,12 +26,13 @@ from loadtest.harness.server import PROJECT, own_ports, serving
 
 # No secrets: only for a server of our own on loopback.
 KEY, SINGLE_KEY, METERED_KEY = "mk-of-acme", "mk-of-single", "mk-of-metered"
-OPERATORS_KEY = "mk-of-ops"
+OPERATORS_KEY, KEEPERS_KEY = "mk-of-ops", "mk-of-keeper"
 TENANTS = {
     "acme": (KEY, TenantEntry()),
     "single": (SINGLE_KEY, TenantEntry(requests_in_flight_max=1)),
     "metered": (METERED_KEY, TenantEntry(requests_per_minute=1)),
     "ops": (OPERATORS_KEY, TenantEntry(operator=True)),
+    "keeper": (KEEPERS_KEY, TenantEntry(stored_responses_bytes_max=1_000_000)),
 }
 MODEL, DEMO = "demo", PROJECT / "backends" / "demo_checkpoint"
 ANSWER_S_MAX = 10.0

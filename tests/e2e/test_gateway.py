@@ -9,7 +9,9 @@ import json
 import random
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
@@ -18,7 +20,7 @@ import pytest
 
 from bench.clients import curl, curl_gateway, libraries, openai_calls
 from bench.clients.call_matrix import Call
-from bench.clients.keyed_gateway import KEY, OPERATORS_KEY, SINGLE_KEY
+from bench.clients.keyed_gateway import KEEPERS_KEY, KEY, OPERATORS_KEY, SINGLE_KEY
 from loadtest.results.metrics import COMPLETED, REJECTED
 from tests.e2e.chromium import Tab, chromium, tab
 from tests.e2e.gateways import Gateway
@@ -492,13 +494,9 @@ def test_locusts_users_of_two_tenants_come_with_their_keys_and_a_full_one_is_rej
     assert run.recording.samples and run.recording.settings["model"] == "demo"
 
 
-def test_a_process_of_the_gateway_that_dies_is_started_again(gateway: Gateway) -> None:
-    server = gateway.server
-    launcher = psutil.Process(server.process.pid)
-    gateway.client().models.list()
-    counted = wait_until(
-        lambda: server.metric("mooncake_gateway_requests_total"), "a request to be counted"
-    )
+def kill_its_process(gateway: Gateway) -> None:
+    """Returns when another process of the gateway runs."""
+    launcher = psutil.Process(gateway.server.process.pid)
 
     def found() -> list[psutil.Process]:
         alive = []
@@ -509,11 +507,16 @@ def test_a_process_of_the_gateway_that_dies_is_started_again(gateway: Gateway) -
 
     [one] = found()
     one.send_signal(signal.SIGKILL)
+    wait_until(lambda: any(each.pid != one.pid for each in found()), "another process")
 
-    def is_back() -> bool:
-        return any(each.pid != one.pid for each in found())
 
-    wait_until(is_back, "another process")
+def test_a_process_of_the_gateway_that_dies_is_started_again(gateway: Gateway) -> None:
+    server = gateway.server
+    gateway.client().models.list()
+    counted = wait_until(
+        lambda: server.metric("mooncake_gateway_requests_total"), "a request to be counted"
+    )
+    kill_its_process(gateway)
     wait_until(
         lambda: server.metric("mooncake_gateway_requests_total") >= counted,
         "what was counted to stay",
@@ -522,3 +525,41 @@ def test_a_process_of_the_gateway_that_dies_is_started_again(gateway: Gateway) -
         model="demo", prompt="Who", max_tokens=2
     )
     assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_a_process_that_dies_while_responses_are_stored_leaves_them_whole_or_unknown(
+    gateway: Gateway, seed: int
+) -> None:
+    rng, made, is_killed = random.Random(seed), [], threading.Event()
+    keeper = gateway.client(KEEPERS_KEY, max_retries=0)
+
+    def store() -> None:
+        while not is_killed.is_set():
+            said = f"{rng.random()}" * rng.randint(1, 400)
+            with contextlib.suppress(openai.APIError):  # of the killed process
+                answer = keeper.responses.create(
+                    model="demo", input=said, max_output_tokens=2, store=True
+                )
+                made.append((answer.id, said, answer.output_text))
+
+    with ThreadPoolExecutor() as threads:
+        writers = [threads.submit(store) for _ in range(4)]
+        wait_until(lambda: len(made) > 5, "responses to be stored")
+        kill_its_process(gateway)
+        is_killed.set()
+        for each in writers:
+            each.result()
+    for key, is_whole in ((KEEPERS_KEY, True), (KEY, False)):
+        client, kept = gateway.client(key, max_retries=5), 0
+        for response_id, said, text in made:
+            try:
+                found = client.responses.retrieve(response_id)
+                [item] = client.responses.input_items.list(response_id).data
+            except openai.NotFoundError as error:
+                assert error.code == "response_not_found"
+                continue
+            assert found.output_text == text and item.to_dict()["content"][0]["text"] == said
+            kept += 1
+        assert (kept > 0) == is_whole, f"{kept} of {len(made)} with the key {key}"
+    with pytest.raises(openai.NotFoundError):
+        keeper.responses.retrieve("resp_" + "0" * 32)
