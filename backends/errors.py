@@ -11,7 +11,9 @@ import re
 from collections.abc import Sequence
 
 # Parts of Triton's error texts for a call that reached no model process.
-TRITON_NEVER_PASSED_ON = ("unknown model", "is not ready", "is not healthy")
+TRITON_NEVER_PASSED_ON = (
+    "unknown model", "is not ready", "is not healthy", "stopped accepting new",
+)  # fmt: skip
 GRPC_NEVER_SENT = "failed to connect"  # part of gRPC's error text for a call that was not sent
 # Parts of gRPC's error texts for a peer whose host does not answer. If only the peer process exits,
 # its host closes or resets the connection, and the text is another one.

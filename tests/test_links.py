@@ -27,6 +27,7 @@ TARGET = re.compile(r"make ([a-z][a-z-]*)")
 DECISION = re.compile(r"docs/decisions/(\d{4})")
 NAMED = re.compile(r"(?<![\w./*<\-])([\w\-]+(?:/[\w\-]+)*\.py)\b")
 # Names that belong to others, or of files that are made when the system runs.
+OTHER_PACKAGES = ("tensorrt_llm/",)
 OTHERS = {
     "bench_index.py",
     "config.json",
@@ -115,6 +116,8 @@ def missing_names(path: str, text: str) -> Iterator[str]:
                 if target not in make_targets():
                     yield f"{path}:{number}: there is no `make {target}`"
             if not FILE.fullmatch(quoted) or Path(quoted).name in OTHERS:
+                continue
+            if quoted.startswith(OTHER_PACKAGES):
                 continue
             if not is_there(quoted, path) and ("/" in quoted or quoted not in names):
                 yield f"{path}:{number}: there is no {quoted}"

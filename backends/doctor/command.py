@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -28,6 +28,7 @@ from backends.doctor.judgement import (
 )
 from backends.doctor.running_check import read_running, running_findings
 from backends.doctor.transfer_probe import probe
+from backends.doctor.trtllm_contract import contract_findings
 from backends.doctor.vllm_interpreter import read_interpreters
 from backends.errors import ConfigError
 from backends.launcher import environment
@@ -63,6 +64,20 @@ def doctor(
     ] = 0,
     nodes: StorageNodes = "s0,s1",
     store_bytes: StoreBytes = STORE_BYTES,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="tensorrt_llm: compare this package with what Mooncake uses of it, and do nothing "
+            "else."
+        ),
+    ] = "",
+    sources: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --engine: a folder with the package's sources, instead of the installed "
+            "package. Its kv_cache_connector.py is executed."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
 ) -> None:
     """Check whether this host can serve and whether a running system works, and print remedies.
@@ -70,6 +85,10 @@ def doctor(
     The command takes some seconds, because it starts storage nodes to measure transfers. The exit
     status is 1 if a finding is BROKEN.
     """
+    if engine or sources:
+        if engine != "tensorrt_llm":
+            raise typer.BadParameter(f"is {engine!r}; use tensorrt_llm", param_hint="--engine")
+        show(list(contract_findings(sources)), as_json)
     named = parse_nodes(nodes)
     ask = ask_at(metrics_url)
     running, model_repository = ask(), named_or_served(model_repository, ask)
@@ -101,6 +120,11 @@ def doctor(
     findings += host_findings(facts, probe())
     findings += vllm_findings(read_interpreters(files, model_repository))
     findings += system_findings(running, metrics_url)
+    show(findings, as_json)
+
+
+def show(findings: Sequence[Finding], as_json: bool) -> NoReturn:
+    """Print the findings, and exit."""
     is_broken = any(each.state == BROKEN for each in findings)
     if as_json:
         answer = {"findings": [asdict(each) for each in findings], "is_well": not is_broken}

@@ -55,8 +55,8 @@ ReadySMax = Annotated[
 OpenApis = Annotated[
     list[str] | None,
     typer.Option(
-        help="An API of Triton that needs no admin key: shared-memory, model-repository, "
-        "trace or logging; repeatable."
+        help="An API of Triton that needs no admin key: shared-memory (from Triton 2.69 on also "
+        "--triton-arg=--allow-client-shm=true), model-repository, trace or logging; repeatable."
     ),
 ]
 ApiKeysFile = Annotated[

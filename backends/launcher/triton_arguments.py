@@ -32,6 +32,9 @@ from mooncake_store.keys.folder import Keys
 
 OUR_BACKENDS = ("preprocessing", "postprocessing", "conductor", "prefill", "decode")
 FRONTEND_EXIT_S, WORKER_EXIT_S = 4, 5  # seconds that Triton waits for running requests at its exit
+# From 2.73 on, Triton kills a model's process that takes longer to end. Closing a worker takes 30 s
+# at most, and its process has more to close.
+STUB_END_S_MAX = 60
 RESTRICTED_APIS = ("shared-memory", "model-repository", "trace", "logging")
 # A worker's Triton serves only readiness probes and the inference calls of frontends.
 WORKER_RESTRICTED_APIS = (*RESTRICTED_APIS, "metadata", "model-config", "statistics")
@@ -96,8 +99,12 @@ def common_arguments(
         "--strict-readiness=false",
         "--allow-gpu-metrics=false",
         *(
-            f"--backend-config={name},shm-region-prefix-name={shm_prefix}{name}"
+            f"--backend-config={name},{setting}"
             for name in ("python", *OUR_BACKENDS)
+            for setting in (
+                f"shm-region-prefix-name={shm_prefix}{name}",
+                f"stub-timeout-seconds={STUB_END_S_MAX}",
+            )
         ),
     ]
 

@@ -92,7 +92,8 @@ class RankCopies:
                 self._saving.update(move.llm_id for move in orders.saves)
         aside = [move for move in orders.loads if move.is_aside]
         if loads := [move for move in orders.loads if not move.is_aside]:
-            self._load_event = self._copier.load(self._pages.runs(loads), stream)
+            if runs := self._pages.runs(loads):
+                self._load_event = self._copier.load(runs, stream)
             self._load_stream = stream
             self._batches.put(Batch(loads, True, self._load_event))
         if aside:

@@ -103,8 +103,8 @@ class StageScheduler(ABC):
         """Tokens after the local ones that are loaded, in whole pages. One token is left over."""
         tokens_per_block = self._tokens_per_block
         with self._lock:
-            if llm_id in self._table.taken:
-                return 0  # asked again: the first promise counts
+            if (known := self._table.taken.get(llm_id)) is not None:
+                return self._asked_again(known, local_tokens)
             entry = self._table.take(llm_id, token_ids, salt)
             if entry is None:
                 return 0
@@ -122,6 +122,10 @@ class StageScheduler(ABC):
                     self._aside.add(llm_id)
             return entry.load_pages * tokens_per_block
 
+    def _asked_again(self, entry: Entry, local_tokens: int) -> int:
+        """As `promise`. The first promise counts. Called with the lock."""
+        return 0
+
     def is_aside(self, llm_id: LlmId) -> bool:
         """True if the promised load of this request runs beside the passes."""
         with self._lock:
@@ -134,6 +138,9 @@ class StageScheduler(ABC):
             if entry is None:
                 return
             self._given(entry, block_ids)
+            if entry.is_claimed:
+                return
+            entry.is_claimed = True
             local, pages = entry.local_tokens, entry.load_pages
         loaded_tokens = pages * self._tokens_per_block
         self._send(m.Claimed(entry.stage.request_id, local, loaded_tokens))
@@ -202,7 +209,7 @@ class Entry:
     is_load_due: bool = False  # promised and not yet ordered
     is_aside: bool = False  # the load runs beside the passes
     saves_tail: bool = False  # the last page of the prompt is saved although it is partly filled
-    is_claimed: bool = False  # the worker knows what is loaded; only for engines that ask again
+    is_claimed: bool = False  # the worker knows what is loaded
     is_unstaged: bool = False
     done_pages: int = 0  # pages on the host, or ordered to be saved there
     position: int = 0  # tokens computed after the newest pass

@@ -34,6 +34,7 @@ from backends.engine.connected import messages as m
 from backends.engine.connected.block_pages import BlockPages, Orders
 from backends.engine.connected.channel import SCHEDULER, ConnectorLink, rank_name
 from backends.engine.connected.rank_copies import RankCopies, register
+from backends.engine.trtllm.releases import V1, V2
 from backends.engine.trtllm.scheduler import TrtllmScheduler
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class MooncakeConnectorScheduler(SchedulerBase):
             lambda message: self._link.send(message),
             _salt_id(),
             aside_pages_min(site, llm_args),
+            manager_of(llm_args),
         )
         self._error = ""
         self._link = ConnectorLink(site.channel, SCHEDULER, self._on_message)
@@ -111,7 +113,7 @@ class MooncakeConnectorScheduler(SchedulerBase):
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         with self._never_raising():
             forget(request.request_id)
-            return self._scheduler.finished(request)
+            return self._scheduler.finished(request, cache_block_ids)
         return True  # its pages stay until every rank has finished its copies
 
     @contextlib.contextmanager
@@ -146,7 +148,7 @@ class MooncakeConnectorWorker(WorkerBase):
         self._tp_size: int = llm_args.tensor_parallel_size
         self._rank: int = llm_args.parallel_config.to_mapping().rank
         self._copies: RankCopies | None = None
-        self._orders: Orders | None = None
+        self._orders: list[Orders] = []  # bound and not yet started
         self._link = ConnectorLink(self._site.channel, rank_name(self._rank), self._on_message)
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
@@ -157,17 +159,33 @@ class MooncakeConnectorWorker(WorkerBase):
             self._copies, ready = register(site, pages, kv, len(kv), send)
             send(ready)
 
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """As `register_kv_caches`, with KV cache manager V2."""
+        site, send = self._site, self._link.send
+        with self._saying_why():
+            region = only_region(layout, self._tokens_per_block, site.is_alike)
+            tokens = (self._tokens_per_block, site.block_tokens)
+            pages = BlockPages(
+                self._rank, self._tp_size, region.size, *tokens, site.is_alike,
+                layers=len(layout.groups[0].layer_ids), block_stride_bytes=region.stride,
+            )  # fmt: skip
+            kv = bytes_of(region)
+            self._copies, ready = register(site, pages, kv, region.num_slots, send)
+            send(ready)
+
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)
-        # Used once: in a step without metadata those of an earlier step are still bound.
-        self._orders = metadata if isinstance(metadata, Orders) else None
-        if self._orders is not None and self._orders.error:
-            raise RuntimeError(self._orders.error)  # on every rank, in the same step
+        if isinstance(metadata, Orders):
+            if metadata.error:
+                raise RuntimeError(metadata.error)  # on every rank, in the same step
+            self._orders.append(metadata)
 
     def start_load_kv(self, stream: Any) -> None:
-        orders, self._orders = self._orders, None
+        # Several, if a step had no pass; none, in a step without metadata.
+        orders, self._orders = self._orders, []
         with self._saying_why():
-            self._ready_copies.start(orders or Orders([], [], []), stream)
+            for each in orders or [Orders([], [], [])]:
+                self._ready_copies.start(each, stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         self._ready_copies.before_layer(stream)
@@ -225,6 +243,49 @@ def pages_of(kv: Any, rank: int, tp_size: int, tokens_per_block: int, site: m.Si
     return BlockPages(rank, tp_size, page_bytes, *tokens, is_alike, layers=shape[1])
 
 
+def only_region(layout: Any, tokens_per_block: int, is_alike: bool) -> Any:
+    """The KvCacheRegion with all KV of a page, layer by layer. Raises ValueError for other layouts.
+
+    `layout`: TensorRT-LLM's KvCacheLayout.
+    """
+    groups, per_page = layout.groups, layout.tokens_per_block
+    if per_page != tokens_per_block:
+        raise ValueError(f"pages have {per_page} tokens, not {tokens_per_block}")
+    windows = [group.window_size for group in groups]
+    if len(groups) != 1 or windows[0] is not None:
+        raise ValueError(
+            f"KV is in {len(groups)} groups of layers, with windows of {windows} tokens (None: "
+            "full attention), and the connector needs one group with full attention: set "
+            "context_tokens_max to the smallest window or less, or take another checkpoint"
+        )
+    regions = [*groups[0].regions, *getattr(groups[0], "replicated_regions", ())]
+    if len(regions) != 1:
+        held = [sorted({each.role for each in region.buffers}) for region in regions]
+        raise ValueError(
+            f"a page has its KV in {len(regions)} places ({held}), as with scales or keys of "
+            "sparse attention beside it; the connector needs one place"
+        )
+    roles = ("key",) if is_alike else ("key", "value")
+    wanted = [(layer, role) for layer in groups[0].layer_ids for role in roles]
+    there = [(each.layer_id, str(each.role).lower()) for each in regions[0].buffers]
+    if there != wanted or any(each.expansion != 1 for each in regions[0].buffers):
+        raise ValueError(f"a page has {there} in this order, not {wanted}")
+    return regions[0]
+
+
+def bytes_of(region: Any) -> Any:
+    """The memory of all pages as a contiguous tensor of bytes; between pages there may be gaps."""
+    import torch
+
+    size_bytes = (region.num_slots - 1) * region.stride + region.size
+    return region.as_tensor(torch.uint8).as_strided((size_bytes,), (1,))
+
+
+def manager_of(llm_args: Any) -> int:
+    """The generation of the KV cache manager. package.py sets it, so it is never automatic."""
+    return V2 if getattr(llm_args.kv_cache_config, "use_kv_cache_manager_v2", False) is True else V1
+
+
 def aside_pages_min(site: m.Site, llm_args: Any) -> int:
     """Loads of at least so many pages are asynchronous; 0: none."""
     rank_bytes = site.block_bytes // (1 if site.is_alike else llm_args.tensor_parallel_size)
@@ -234,9 +295,10 @@ def aside_pages_min(site: m.Site, llm_args: Any) -> int:
 
 def _salt_id() -> Callable[[str], int] | None:
     """TensorRT-LLM's function from a salt to a number; None: this release has none."""
-    for name in ("tensorrt_llm.inputs", "tensorrt_llm.inputs.utils"):
+    for name in ("inputs", "inputs.utils", "runtime.kv_cache_hash"):
         with contextlib.suppress(ImportError):
-            if found := getattr(importlib.import_module(name), "get_cache_salt_id", None):
+            module = importlib.import_module(f"tensorrt_llm.{name}")
+            if found := getattr(module, "get_cache_salt_id", None):
                 return cast("Callable[[str], int]", found)
     return None
 
@@ -283,22 +345,31 @@ def lean_request(api: Any) -> type:
 
     class LeanRequest(getattr(api, REQUEST)):  # type: ignore[misc]
         is_lean = True
-        pages_known = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.pages: list[int] = []
 
         def update_and_build_data(self, req: Any, kv_cache_manager: Any) -> Any:
-            if type(kv_cache_manager).__name__.endswith("V2"):  # its pages are in groups
-                return super().update_and_build_data(req, kv_cache_manager)
             tokens = req.get_num_tokens(0)
             if req.state in prompt_states:
                 position = req.context_current_position
                 scheduled = min(req.context_remaining_length, req.context_chunk_size)
             else:
                 position, scheduled = tokens - 1, 1
+            read_groups = getattr(kv_cache_manager, "get_page_indices_by_layer_group", None)
+            if read_groups is not None:
+                (now,) = read_groups(req)  # only_region has refused several groups
+                kept = len(self.pages)
+                is_same, self.pages = now[:kept] == self.pages, list(now)
+                described = api.RequestData(req.request_id, [], now[kept:], position, scheduled)
+                described.pages = None if is_same else self.pages
+                return described
             new_pages: list[int] = []
             # A page's number is needed when the page is full, which is much later than this.
-            if tokens > self.pages_known * kv_cache_manager.tokens_per_block:
-                new_pages = list(kv_cache_manager.get_cache_indices(req)[self.pages_known :])
-                self.pages_known += len(new_pages)
+            if tokens > len(self.pages) * kv_cache_manager.tokens_per_block:
+                new_pages = list(kv_cache_manager.get_cache_indices(req)[len(self.pages) :])
+                self.pages += new_pages
             return api.RequestData(req.request_id, [], new_pages, position, scheduled)
 
     return LeanRequest

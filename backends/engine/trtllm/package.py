@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from backends.engine.connected.settings import EngineSpec, visible_devices
+from backends.engine.trtllm.releases import V2, UnknownRelease, kv_manager_of
 from backends.engine.trtllm.settings import GUIDED_BACKEND, OBJECTS, TrtllmConfig
 from backends.errors import InvalidRequest
 from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, guide_name
@@ -127,6 +128,10 @@ def load() -> Package:
     except (ImportError, OSError, RuntimeError) as error:  # a missing library, no GPU
         raise PackageProblem(f"tensorrt_llm cannot be imported: {error}") from error
     version = str(getattr(top, "__version__", "of unknown version"))
+    try:
+        kv_manager_of(version)
+    except UnknownRelease as problem:
+        raise PackageProblem(str(problem)) from None
     arguments = getattr(llm_args, "TorchLlmArgs", None)
     fields = accepted(arguments) if arguments is not None else None
     if fields is not None and "kv_connector_config" not in fields:
@@ -177,7 +182,7 @@ def gpu_names() -> str:
     return ", ".join(sorted(models))
 
 
-PAGES_OF_ITS_OWN = {"use_kv_cache_manager_v2": False, "host_cache_size": 0, "disk_cache_size": 0}
+NO_OTHER_TIER = {"host_cache_size": 0, "disk_cache_size": 0}
 OBJECT_CLASSES = dict(zip(OBJECTS, ("KvCacheConfig", "SchedulerConfig"), strict=True))
 NO_EVICT = "GUARANTEED_NO_EVICT"
 
@@ -210,7 +215,7 @@ def llm_arguments(
         "enable_iter_perf_stats": True,
         **_batch(spec),
         "kv_cache_config": package.config(
-            "KvCacheConfig", **_kv_cache(spec, config) | rest.pop("kv_cache_config", {})
+            "KvCacheConfig", **_kv_cache(package, spec, config) | rest.pop("kv_cache_config", {})
         ),
         "scheduler_config": package.config(
             "SchedulerConfig",
@@ -242,7 +247,8 @@ def llm_arguments(
     return arguments
 
 
-def _kv_cache(spec: EngineSpec, config: TrtllmConfig) -> dict[str, Any]:
+def _kv_cache(package: Package, spec: EngineSpec, config: TrtllmConfig) -> dict[str, Any]:
+    is_v2 = kv_manager_of(package.version) == V2
     return {
         "enable_block_reuse": True,  # TensorRT-LLM asks connectors only with it
         "enable_partial_reuse": False,
@@ -252,7 +258,8 @@ def _kv_cache(spec: EngineSpec, config: TrtllmConfig) -> dict[str, Any]:
         "max_tokens": spec.pages_tokens + spec.step_requests_max * config.page_tokens,
         "free_gpu_memory_fraction": config.gpu_memory_fraction,
         # Explicit, because defaults have changed between releases.
-        **(PAGES_OF_ITS_OWN if config.is_connected(spec.role) else {}),
+        "use_kv_cache_manager_v2": is_v2,
+        **(NO_OTHER_TIER if config.is_connected(spec.role) else {}),
     }
 
 
@@ -267,7 +274,8 @@ def _asked_dtype(
             f"tensorrt_llm {package.version} cannot be told otherwise (no model_kwargs): set dtype "
             "to the checkpoint's, or use a newer release"
         )
-    return {**options.get("model_kwargs", {}), "torch_dtype": dtype}
+    # Newer releases read the config's `dtype` first, and `torch_dtype` where it has none.
+    return {**options.get("model_kwargs", {}), "torch_dtype": dtype, "dtype": dtype}
 
 
 def _batch(spec: EngineSpec) -> dict[str, Any]:

@@ -21,13 +21,13 @@ Not here: the limits (../sampling_params.py).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from backends.engine.sampling_params import SamplingParams
 from backends.engine.trtllm.package import accepted
+from backends.engine.trtllm.releases import Release, release
 from backends.engine.trtllm.settings import GUIDED_BACKEND
 from backends.errors import InvalidRequest
 
@@ -113,7 +113,6 @@ def guided_refusal(options: Mapping[str, Any], handoff: str, position: int) -> s
 
 
 HEEDS_ALL = "TRTLLMSampler"
-Release = tuple[int, int, int, float]  # the last: number of the candidate; inf: none
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # The first release whose TorchSampler uses the parameter.
 HEEDED_SINCE: dict[str, Release] = dict.fromkeys((*PENALTIES, "min_p"), (1, 3, 0, 24.0))
@@ -154,12 +153,3 @@ class Sampler:
             "leave it out, or let the operator set sampler_type to TRTLLMSampler in llm_options, "
             "where the release has it"
         )
-
-
-def release(version: str) -> Release:
-    """1.3.0rc24 -> (1, 3, 0, 24.0); comparable. An unreadable version is the oldest."""
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)(?:rc(\d+))?", version)
-    if found is None:
-        return 0, 0, 0, 0.0
-    major, minor, patch, candidate = found.groups(default="inf")
-    return int(major), int(minor), int(patch), float(candidate)

@@ -8,21 +8,30 @@ Some releases do not call `finished` for a cancelled or failed request. The next
 the request's pages while they are still being saved. So a request that is missing in a step, and
 was not finished, is a *fence*: its saves must end before that pass.
 
+KV cache manager V2 gives a prompt its pages chunk by chunk, and may take less than was promised. It
+may take all pages of a running request, which begins again as a new one. And it may replace a full
+page by another request's equal page, so that the first one is free while it is being saved. All of
+these are fences, too.
+
 Not here: the staged prompts, loads and saves (../connected/scheduler.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from backends.engine.connected import messages as m
 from backends.engine.connected.block_pages import LlmId, Orders
 from backends.engine.connected.scheduler import Entry, Salt, StageScheduler
+from backends.engine.trtllm.releases import V1, V2
+
+UNKNOWN = object()  # TensorRT-LLM's own description has no `pages`
 
 
 class RequestData(Protocol):
-    """TensorRT-LLM's description of one request in a step."""
+    """TensorRT-LLM's description of one request in a step. With manager V2, ours has `pages`: all
+    pages of the request if earlier ones were replaced, else None."""
 
     request_id: int
     new_block_ids: list[int]
@@ -38,10 +47,13 @@ class TrtllmScheduler(StageScheduler):
         send: Callable[[m.ToWorker], None],
         salt_id: Callable[[str], int] | None = None,
         aside_pages_min: int = 0,
+        manager: int = V1,
     ) -> None:
-        """`salt_id`: TensorRT-LLM's function that makes a number of a salt; None: it has none."""
+        """`salt_id`: TensorRT-LLM's function that makes a number of a salt; None: it has none.
+        `manager`: generation of its KV cache manager."""
         super().__init__(block_tokens, tokens_per_block, send, aside_pages_min)
         self._salt_id = salt_id
+        self._is_v2 = manager == V2
         self._saving: set[LlmId] = set()  # requests with ordered saves that may need a fence
 
     def _salts(self, cache_salt: str) -> tuple[Salt, ...]:
@@ -56,22 +68,76 @@ class TrtllmScheduler(StageScheduler):
             return 0
         return self.promise(request.request_id, request.get_tokens(0), salt, local_tokens)
 
+    def _asked_again(self, entry: Entry, local_tokens: int) -> int:
+        if self._is_v2:
+            self._begin_again(entry, local_tokens)
+        return 0
+
+    def _begin_again(self, entry: Entry, local_tokens: int) -> None:
+        """TensorRT-LLM has taken the pages of this request and computes its prompt again. What has
+        been saved stays saved. A load that is due becomes one of no pages."""
+        entry.local_tokens, entry.position = local_tokens, 0
+        entry.first_page = entry.load_pages = 0
+
+    def allocated(self, request: Any, block_ids: Sequence[int]) -> None:
+        if self._is_v2:
+            self._take_less(request)
+        super().allocated(request, block_ids)
+
+    def _take_less(self, request: Any) -> None:
+        """Of the promised load TensorRT-LLM takes what fits into the prompt's first chunk."""
+        taken_tokens = getattr(request, "py_num_connector_matched_tokens", None)
+        with self._lock:
+            entry = self._table.taken.get(request.request_id)
+            if entry is None or not entry.load_pages:
+                return
+            if taken_tokens is None or taken_tokens % self._tokens_per_block:
+                raise RuntimeError(
+                    f"TensorRT-LLM takes {taken_tokens} tokens of a promised load, in pages of "
+                    f"{self._tokens_per_block}: this release is not supported"
+                )
+            entry.load_pages = min(entry.load_pages, taken_tokens // self._tokens_per_block)
+
     def orders(self, new: Sequence[RequestData], cached: Sequence[RequestData]) -> Orders:
-        missing: set[LlmId] = set()
+        fences: set[LlmId] = set()
         if self._saving:
-            missing = self._saving.difference([data.request_id for data in cached])
-            missing.difference_update([data.request_id for data in new])
-            self._saving -= missing
+            fences = self._saving.difference([data.request_id for data in cached])
+            fences.difference_update([data.request_id for data in new])
+        if self._is_v2:
+            with self._lock:
+                fences.update(self._moved(new, cached))
+        self._saving -= fences
         orders = super().orders(new, cached)
         self._saving.update([move.llm_id for move in orders.saves])
-        return orders._replace(fences=sorted(missing)) if missing else orders
+        return orders._replace(fences=sorted(fences)) if fences else orders
+
+    def _moved(self, new: Sequence[RequestData], cached: Sequence[RequestData]) -> Iterator[LlmId]:
+        """The requests with saves whose pages may have been given to others since the last step."""
+        for data in new:
+            if data.request_id in self._saving:
+                yield data.request_id
+            if (entry := self._table.taken.get(data.request_id)) is not None:
+                # A loaded request begins behind its load, unless its pages were taken meanwhile.
+                behind = entry.local_tokens + entry.load_pages * self._tokens_per_block
+                if entry.position or (entry.is_aside and data.computed_position < behind):
+                    self._begin_again(entry, data.computed_position)
+        for data in cached:
+            pages = getattr(data, "pages", UNKNOWN)
+            if pages is None:
+                continue
+            if data.request_id in self._saving:
+                yield data.request_id
+            entry = self._table.taken.get(data.request_id)
+            if entry is not None and pages is not UNKNOWN:
+                entry.block_ids = list(pages[: len(pages) - len(data.new_block_ids)])
 
     def _given(self, entry: Entry, block_ids: Sequence[int]) -> None:
-        if len(block_ids) * self._tokens_per_block < entry.stage.token_count:
+        needed = entry.stage.token_count
+        if len(block_ids) * self._tokens_per_block < needed and not self._is_v2:
             raise RuntimeError(
                 f"TensorRT-LLM gave {len(block_ids)} pages of {self._tokens_per_block} tokens for "
-                f"a prompt of {entry.stage.token_count} at first: its KV cache manager V2 is not "
-                "supported"
+                f"a prompt of {needed} at first, as its KV cache manager V2 does, but it was "
+                "started with the first one"
             )
         super()._given(entry, block_ids)
 
@@ -95,9 +161,15 @@ class TrtllmScheduler(StageScheduler):
             )
         return min(start + data.num_scheduled_tokens, prompt_tokens)
 
-    def finished(self, request: Any) -> bool:
-        self._saving.discard(request.request_id)
-        return super().finished(request)
+    def finished(self, request: Any, block_ids: Sequence[int] = ()) -> bool:
+        """`block_ids`: the pages that TensorRT-LLM keeps back if the result is True."""
+        with self._lock:
+            entry = self._table.taken.get(request.request_id)
+        known = None if entry is None else entry.block_ids
+        if not self._is_v2 or (known is not None and known == list(block_ids[: len(known)])):
+            self._saving.discard(request.request_id)
+        may_copy = super().finished(request)
+        return may_copy and (bool(block_ids) or not self._is_v2)
 
 
 def _salt(request: Any) -> Salt | None:

@@ -38,6 +38,7 @@ SAID_ELSEWHERE = {
     "model_kwargs.torch_dtype": "dtype",
     "model_kwargs.dtype": "dtype",
     "kv_cache_config.dtype": "kv_dtype",
+    "kv_cache_config.use_kv_cache_manager_v2": "nothing: the release decides it",
 }
 
 OBJECTS = ("kv_cache_config", "scheduler_config")  # their keys are merged with ours
@@ -70,10 +71,9 @@ ONLY: AllowedValues = {
         "as of host_cache_size; the store has an SSD tier",
     ),
     "kv_cache_config.max_attention_window": ((None,), "layers would have pages of their own"),
-    "kv_cache_config.use_kv_cache_manager_v2": ((False,), "a prototype, its pages differ"),
     "scheduler_config.capacity_scheduler_policy": (
         ("GUARANTEED_NO_EVICT",),
-        "a request that is evicted would be staged no more",
+        "a request that is evicted is computed again from its first token",
     ),
 }
 

@@ -71,14 +71,14 @@ def engine(
 def test_it_starts_with_pages_of_the_promised_size(fake_package: None, places: Path) -> None:
     made = engine(prefill_spec(kv_pages=32), TrtllmConfig(tp_size=2))
     assert len(made.kv_pool) == 32 * made.layout.block_bytes
-    assert made.tp_shape == "tensorrt_llm-1.3.0rc14-tp2-page32-float32"
+    assert made.tp_shape == "tensorrt_llm-1.4.0rc2-tp2-page32-float32"
     assert [path.stat().st_size for path in places.iterdir()] == [len(made.kv_pool)]
     watch = Stopwatch()
     sampling = made.sampling(SamplingParams(max_tokens=3), 0, 3)
     made.generate(Order([1, 2, 3], sampling), watch)
     watch.wait()
     assert len(watch.token_s) == 3
-    assert measured_prefill(made, 0.0) and made.hardware.startswith("tensorrt_llm 1.3")
+    assert measured_prefill(made, 0.0) and made.hardware.startswith("tensorrt_llm 1.4")
     made.close()
     made.close()  # twice is once
 

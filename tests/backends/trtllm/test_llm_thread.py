@@ -261,7 +261,8 @@ def test_a_dtype_that_is_not_the_checkpoint_s_reaches_the_engine(fake_package: N
         return llm_arguments(made, worker, config, DEMO, 4096, options, checkpoint_dtype)
 
     changed = arguments("float16", loaded.llm_fields)["model_kwargs"]
-    assert changed == {"num_hidden_layers": 2, "torch_dtype": "bfloat16"}
+    dtypes = {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    assert changed == {"num_hidden_layers": 2, **dtypes}
     assert options == {"model_kwargs": {"num_hidden_layers": 2}}, "the operator's stay as they are"
     assert arguments("bfloat16", None)["model_kwargs"] == options["model_kwargs"]
     with pytest.raises(PackageProblem, match="dtype is bfloat16, the checkpoint computes in float"):

@@ -92,6 +92,10 @@ class Connected(ABC):
     def saving(self) -> set[int]:
         """Finished requests whose pages stay until they are saved."""
 
+    def shake(self, chance: random.Random) -> None:
+        """Before a step: what an engine may do to its requests by itself."""
+        return None
+
     @property
     def all_free(self) -> bool:
         return bool(self.executor.blocks.free_blocks == self.executor.blocks.blocks)

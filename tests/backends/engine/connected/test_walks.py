@@ -57,6 +57,7 @@ class Walk:
         elif choice < 0.36 and going:
             engine.executor.abort(self.chance.choice(going).request)
         elif engine.executor.has_work:
+            engine.shake(self.chance)
             engine.executor.step()
         for each in list(going):
             is_loaded = ("loaded", each.name) in engine.heard.all

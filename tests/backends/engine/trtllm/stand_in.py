@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from tests.backends.engine.connected.connected import Connected
 
 FAKES = Path(__file__).resolve().parents[3] / "fakes" / "trtllm"
 CONNECTOR = "backends.engine.trtllm.connector"
-VERSIONS = ("1.3", "1.2")  # two places of the connector API
+# KV cache manager V2, and V1 with the connector API at its two places.
+VERSIONS = ("1.4", "1.3", "1.2")
 
 
 def forget_modules() -> None:
@@ -36,6 +38,8 @@ def importable(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class StandIn(Connected):
+    is_v2 = property(lambda self: os.environ["FAKE_TRTLLM_API"] == "1.4")
+
     def __init__(self, folder: Path, shape: dict[str, Any] | None = None, **options: Any) -> None:
         from tensorrt_llm._fake.kv_model import KvShape
 
@@ -48,7 +52,7 @@ class StandIn(Connected):
         from tensorrt_llm.llmapi.llm_args import KvCacheConfig, KvCacheConnectorConfig, TorchLlmArgs
 
         cache = {"enable_block_reuse": True, "enable_partial_reuse": False, "max_tokens": 512}
-        cache |= options.pop("cache", {})
+        cache |= {"use_kv_cache_manager_v2": self.is_v2, **options.pop("cache", {})}
         os.environ.update(site.to_environment())
         try:
             self.executor = Executor(
@@ -76,6 +80,18 @@ class StandIn(Connected):
         request = LlmRequest(number, list(prompt), tokens_max, cache_salt=salt)
         self.executor.submit(request)
         return request
+
+    def shake(self, chance: random.Random) -> None:
+        """Manager V2 takes less than was offered, and takes the pages of running requests."""
+        executor = self.executor
+        if self.is_v2:
+            executor.loads_max_tokens = chance.choice([None, None, 0, 4, 24])
+            if chance.random() < 0.1 and executor.args.disable_overlap_scheduler:
+                for request in chance.sample(executor._active, min(1, len(executor._active))):
+                    executor.take_pages_of(request)
+
+    def output(self, request: Any) -> list[int]:
+        return list(request.tokens[request.asked_tokens :])
 
     def expected(self, prompt: Sequence[int], tokens: int) -> list[int]:
         from tensorrt_llm._fake.kv_model import reference_tokens

@@ -64,7 +64,9 @@ def test_local_pages_come_first_and_only_the_rest_is_loaded(make: Make) -> None:
     engine.unstage("a", pages)
 
 
-def test_a_local_match_inside_a_page_is_left_alone(make: Make) -> None:
+def test_a_local_match_inside_a_page_is_left_alone(make: Make, trtllm: str) -> None:
+    if trtllm == "1.4":
+        pytest.skip("the stand-in's manager V2 finds whole pages only")
     prompt = prompt_of(60)
     store = filled(make(), prompt)
     engine = make(cache={"enable_partial_reuse": True})

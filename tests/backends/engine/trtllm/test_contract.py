@@ -1,7 +1,7 @@
 """Our connector, the stand-in's base classes and connectors of others agree on the API.
 
-TensorRT-LLM itself cannot be installed here. What its base classes look like is written down in a
-file; connectors that are known to work with it are witnesses that it is written down right.
+TensorRT-LLM itself cannot be installed here. What its base classes look like is recorded in
+contract/api.json. Connectors that are known to work with it are witnesses that this is right.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from typing import Any
 
 import pytest
 
+from backends.engine.trtllm.contract.recorded import Method, read
+from backends.engine.trtllm.releases import kv_manager_of
+
 DATA = Path(__file__).resolve().parents[3] / "data"
 OUR_FILES = DATA.parents[1] / "backends" / "engine"
-API: dict[str, dict[str, Any]] = json.loads((DATA / "trtllm_connector_api.json").read_text())
 WITNESSES: list[dict[str, Any]] = json.loads((DATA / "trtllm_witnesses.json").read_text())
 PLACES = {
+    "1.4": "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "1.3": "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "1.2": "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
 }
@@ -32,30 +35,32 @@ OURS = {
 }
 
 
-def arguments_of(method: Any) -> list[str]:
-    return list(inspect.signature(method).parameters)
+def arguments_of(method: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(method).parameters)
 
 
-@pytest.mark.parametrize("base", API)
+def api(base: str, release: str) -> dict[str, Method]:
+    (piece,) = [each for each in read(kv_manager_of(release)).pieces if each.name == base]
+    return piece.methods
+
+
+@pytest.mark.parametrize("base", OURS)
 def test_our_methods_have_the_arguments_of_the_api(base: str, trtllm: str) -> None:
     module = importlib.import_module("backends.engine.trtllm.connector")
     ours = getattr(module, OURS[base])
     assert ours.__mro__[1].__name__ == base
-    for name, method in API[base].items():
-        if method.get("since", trtllm) <= trtllm:
-            assert arguments_of(getattr(ours, name)) == method["arguments"], name
+    for name, method in api(base, trtllm + ".0").items():
+        assert arguments_of(getattr(ours, name)) == method.arguments, name
     assert not getattr(ours, "__abstractmethods__", None), "it could not be built"
-    assert arguments_of(ours.__init__) == ["self", "llm_args"]
 
 
-@pytest.mark.parametrize("base", API)
+@pytest.mark.parametrize("base", OURS)
 def test_the_stand_in_has_the_api_at_one_place(base: str, trtllm: str) -> None:
     theirs = getattr(importlib.import_module(PLACES[trtllm]), base)
-    wanted = {n: m for n, m in API[base].items() if m.get("since", trtllm) <= trtllm}
+    wanted = api(base, trtllm + ".0")
     for name, method in wanted.items():
-        assert arguments_of(getattr(theirs, name)) == method["arguments"], name
-    abstract = {name for name, method in wanted.items() if method["is_abstract"]}
-    assert theirs.__abstractmethods__ == abstract
+        assert arguments_of(getattr(theirs, name)) == method.arguments, name
+    assert theirs.__abstractmethods__ == {n for n, method in wanted.items() if method.is_abstract}
     (elsewhere,) = set(PLACES.values()) - {PLACES[trtllm]}
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(elsewhere)
@@ -63,13 +68,13 @@ def test_the_stand_in_has_the_api_at_one_place(base: str, trtllm: str) -> None:
 
 @pytest.mark.parametrize("witness", WITNESSES, ids=lambda each: f"{each['wheel']}-{each['class']}")
 def test_a_working_connector_has_the_methods_that_are_written_down(witness: dict[str, Any]) -> None:
-    api = API[witness["base"]]
+    known = api(witness["base"], "1.4.0")
     for name, arguments in witness["methods"].items():
-        if name in api:
-            assert arguments == api[name]["arguments"], name
-    abstract = {name for name, method in api.items() if method["is_abstract"]}
+        if name in known and name != "__init__":
+            assert tuple(arguments) == known[name].arguments, name
+    abstract = {name for name, method in known.items() if method.is_abstract}
     assert abstract <= witness["methods"].keys()
-    assert witness["module"] in [[place] for place in PLACES.values()]
+    assert witness["module"][0] in PLACES.values()
     assert witness["methods"]["__init__"][:2] == ["self", "llm_args"]
 
 

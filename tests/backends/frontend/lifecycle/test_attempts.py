@@ -210,6 +210,7 @@ def test_a_node_without_room_is_left_for_another_one_at_no_cost_to_who_goes_on()
         (WorkerDistrusts("another secret").wire_message(), WorkerDistrusts),
         ("Request for unknown model: 'decode_7' is not found", WorkerGone),
         ("Stub process 'decode_0_0' is not healthy.", WorkerGone),
+        ("Server has stopped accepting new requests.", WorkerGone),
         ("unavailable: decode_0: internal_error: ValueError: x", WorkerUnavailable),
         ("internal_error: ValueError: x", WorkerUnavailable),
     ],

@@ -80,6 +80,24 @@ class BlockManager:
                 self._cached[key] = block_id
                 self._key_of[block_id] = key
 
+    def rebase(self, block_ids: list[int], tokens: Sequence[int], salt: str | None) -> None:
+        """Replace full pages by equal ones of other requests, as manager V2 does. Its own are free
+        then."""
+        if not self._is_reusing:
+            return
+        for index, key in enumerate(self._keys(tokens, salt)[: len(block_ids)]):
+            cached = self._cached.get(key)
+            if cached is None or cached == block_ids[index]:
+                continue
+            if cached not in self._users:
+                self._free.remove(cached)
+            self._users[cached] = self._users.get(cached, 0) + 1
+            own, block_ids[index] = block_ids[index], cached
+            self.release([own])
+            if own not in self._users:  # the next one to be given away
+                self._free.remove(own)
+                self._free.insert(0, own)
+
     def release(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
             self._users[block_id] -= 1

@@ -34,6 +34,13 @@ class Pages:
         return list(request.block_ids)
 
 
+class PagesV2:
+    """The same of manager V2."""
+
+    def get_page_indices_by_layer_group(self, request: LlmRequest) -> list[list[int]]:
+        return [list(request.block_ids)]
+
+
 class Connectors:
     """One scheduler, a worker per rank, and the requests that wait for them."""
 
@@ -49,7 +56,9 @@ class Connectors:
             scheduler = threads.submit(scheduler_class, args)
             self.workers: list[Any] = [worker.result() for worker in workers]
             self.scheduler: Any = scheduler.result()
-        self._pages = Pages(args.kv_cache_config.tokens_per_block)
+        self.is_v2 = args.kv_cache_config.is_v2
+        per_block = args.kv_cache_config.tokens_per_block
+        self._pages: Any = PagesV2() if self.is_v2 else Pages(per_block)
         self._output = api_module().KvCacheConnectorSchedulerOutputManager()
         self._started_saving: list[LlmRequest] = []
         self._started_loading: list[LlmRequest] = []
@@ -61,32 +70,55 @@ class Connectors:
 
     def register(self, models: Sequence[RankModel]) -> None:
         for worker, model in zip(self.workers, models, strict=True):
-            worker.register_kv_caches(model.kv)
+            if self.is_v2:
+                worker.register_kv_cache_layout(layout_of(model))
+            else:
+                worker.register_kv_caches(model.kv)
             self._callables.append(worker.register_forward_pass_callable())
         if hasattr(self.scheduler, "wait_for_initialization"):
             self.scheduler.wait_for_initialization()
 
     def match(self, request: LlmRequest, local_tokens: int) -> int:
+        tokens, is_async = self.query(request, local_tokens)
+        self.commit(request, tokens, is_async)
+        return tokens
+
+    def query(self, request: LlmRequest, local_tokens: int) -> tuple[int, bool]:
         tokens, is_async = self._on_leader(
-            lambda: self.scheduler.get_num_new_matched_tokens(VisibleRequest(request), local_tokens)
+            lambda: self.scheduler.get_num_new_matched_tokens(self._visible(request), local_tokens)
         )
         if is_async and tokens == 0:
             raise RuntimeError("a connector answered (0, True)")
         assert local_tokens + tokens < len(request.prompt), "one token must be left to compute"
+        return tokens, is_async
+
+    def commit(self, request: LlmRequest, tokens: int, is_async: bool) -> None:
+        """`tokens`: what is taken of the offer. An asynchronous load of nothing is awaited too."""
+        request.py_num_connector_matched_tokens = tokens
         if is_async:
             self._started_loading.append(request)
             self.loading[request.request_id] = request
             request.state = State.DISAGG_GENERATION_TRANS_IN_PROGRESS
         elif tokens:
             self._output.external_loads[request.request_id] = tokens
-        return tokens
 
     def allocated(self, request: LlmRequest) -> None:
         """On rank 0 only, without a broadcast: what it raises is raised there alone."""
-        blocks = list(request.block_ids)
-        self._on_leader(
-            lambda: self.scheduler.update_state_after_alloc(VisibleRequest(request), blocks)
-        )
+        blocks, scheduler = list(request.block_ids), self.scheduler
+        if self.is_v2:
+            tell = scheduler.update_state_after_alloc_by_layer_group
+            self._on_leader(lambda: tell(self._visible(request), [blocks]))
+        else:
+            tell = scheduler.update_state_after_alloc
+            self._on_leader(lambda: tell(self._visible(request), blocks))
+
+    def _visible(self, request: LlmRequest) -> Any:
+        """V2 passes its own request, V1 the one of its C++ half."""
+        return request if self.is_v2 else VisibleRequest(request)
+
+    def reset(self, request: LlmRequest) -> None:
+        """Its pages are gone, and it begins again."""
+        self._output.reset_request(request.request_id)
 
     def _on_leader(self, ask: Callable[[], Any]) -> Any:
         """What rank 0 finds, as the others get it."""
@@ -137,16 +169,19 @@ class Connectors:
         for worker in self.workers:
             worker.wait_for_save(stream)
 
-    def finished(self, request: LlmRequest) -> bool:
+    def finished(self, request: LlmRequest, are_freed: bool = False) -> bool:
         """Must its pages stay for a while?"""
-        blocks = list(request.block_ids)
-        if not self._on_leader(
-            lambda: self.scheduler.request_finished(VisibleRequest(request), blocks)
-        ):
-            return False
-        self._started_saving.append(request)
-        self.saving[request.request_id] = request
-        return True
+        blocks = [] if are_freed else list(request.block_ids)
+        end: Callable[..., bool] = self.scheduler.request_finished
+        if self.is_v2:
+            end = self.scheduler.request_finished_by_layer_group
+        may_stay = self._on_leader(
+            lambda: end(self._visible(request), [blocks] if self.is_v2 else blocks)
+        )
+        if may_stay:
+            self._started_saving.append(request)
+            self.saving[request.request_id] = request
+        return bool(may_stay)
 
     def poll(self) -> tuple[list[LlmRequest], list[LlmRequest]]:
         """(saved, loaded): requests that every rank is done with."""
@@ -175,3 +210,19 @@ class Connectors:
         for request_id in done:
             del by[request_id]
         return [waiting.pop(request_id) for request_id in done]
+
+
+def layout_of(model: RankModel) -> Any:
+    """The pages of a rank as V2 describes them: one group, one place, layer by layer."""
+    from tensorrt_llm._torch.pyexecutor.connectors import kv_cache_layout as api
+
+    shape, kv = model.shape, model.kv
+    roles = ("key", "value")[: shape.kv_factor]
+    buffers = tuple(
+        api.KvCacheBufferRef(layer, role, 1) for layer in range(shape.layers) for role in roles
+    )
+    page_bytes = kv[0].numel() * kv.element_size()
+    stride = kv.stride(0) * kv.element_size()
+    region = api.KvCacheRegion(kv.data_ptr(), page_bytes, stride, len(kv), buffers)
+    group = api.KvCacheLayerGroupLayout(0, tuple(range(shape.layers)), None, (region,))
+    return api.KvCacheLayout(shape.tokens_per_block, (group,))

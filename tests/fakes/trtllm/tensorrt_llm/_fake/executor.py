@@ -50,6 +50,7 @@ class Executor:
     stores_uncomputed = (
         False  # True: as before 1.3.0rc14, a cancelled prompt's pages are all reused
     )
+    loads_max_tokens: int | None = None  # of an offer; only V2 may take less than all
 
     def __init__(self, args: TorchLlmArgs, shape: KvShape) -> None:
         cache = args.kv_cache_config
@@ -64,6 +65,7 @@ class Executor:
         tp_size = args.tensor_parallel_size
         self.ranks = [RankModel(shape, r, tp_size, self.blocks.blocks) for r in range(tp_size)]
         self.connectors = Connectors(args) if args.kv_connector_config is not None else None
+        self.is_v2 = cache.is_v2
         if self.connectors is not None:
             self.connectors.register(self.ranks)
         self.iterations = 0
@@ -214,7 +216,7 @@ class Executor:
                 break
             self._waiting.popleft()
             self._active.append(request)
-            self._prepare(request)
+            self._prepare_v2(request, budget) if self.is_v2 else self._prepare(request)
             if request.state is State.GENERATION_IN_PROGRESS:
                 batch.append((request, request.kv_tokens, 1))
                 continue
@@ -226,7 +228,7 @@ class Executor:
 
     def _will_complete(self, request: LlmRequest) -> bool:
         """Newer versions do not compute a token too many when max_tokens says that it would be."""
-        sampled = request.kv_tokens - len(request.prompt) + 1
+        sampled = request.kv_tokens - request.asked_tokens + 1
         return HAS_NEW_API and sampled >= self._limit_of(request)
 
     def _limit_of(self, request: LlmRequest) -> int:
@@ -253,7 +255,7 @@ class Executor:
 
         def need(each: LlmRequest) -> int:
             # One token more than asked for: the overlap scheduler computes it.
-            return -(-(len(each.prompt) + each.max_tokens + 1) // per_block)
+            return -(-(each.asked_tokens + each.max_tokens + 1) // per_block)
 
         reserved = sum(max(0, need(each) - len(each.block_ids)) for each in self._active)
         return reserved + need(request) <= self.blocks.free_blocks
@@ -280,6 +282,57 @@ class Executor:
         request.context_current_position = request.local_tokens + request.matched_tokens
         if request.kind == "generation_only":
             self._take_state(request)
+
+    def _prepare_v2(self, request: LlmRequest, budget: int) -> None:
+        """Allocate the first chunk, ask, allocate what an accepted load needs, report."""
+        per_block, cache = self.shape.tokens_per_block, self.args.kv_cache_config
+        found: list[int] = []
+        if cache.enable_block_reuse and request.kind != "generation_only":
+            found = self.blocks.match(request.prompt, request.cache_salt)
+        local = request.local_tokens = len(found) * per_block
+        request.block_ids, request.is_allocated = list(found), True
+        request.context_current_position = local
+        self._allocate_to(request, local + self._chunk(request, budget))
+        # A request whose asynchronous load is over is not asked again, even if it has no pages.
+        if self.connectors is not None and not request.is_loaded:
+            offered, is_async = self.connectors.query(request, local)
+            taken = offered
+            if self.loads_max_tokens is not None:
+                taken = min(offered, self.loads_max_tokens // per_block * per_block)
+            request.matched_tokens = taken
+            request.context_current_position = local + taken
+            self._allocate_to(request, local + taken + self._chunk(request, budget))
+            self.connectors.commit(request, taken, is_async)
+            self.connectors.allocated(request)
+        if request.kind == "generation_only":
+            self._allocate_to(request, len(request.prompt))
+            self._take_state(request)
+
+    def _chunk(self, request: LlmRequest, budget: int) -> int:
+        left = request.context_remaining_length
+        if left <= budget or not self.args.enable_chunked_prefill:
+            return left
+        start, per_block = request.context_current_position, self.shape.tokens_per_block
+        return (start + budget) // per_block * per_block - start
+
+    def _allocate_to(self, request: LlmRequest, tokens: int) -> None:
+        missing = -(-tokens // self.shape.tokens_per_block) - len(request.block_ids)
+        request.block_ids += self.blocks.allocate(max(0, missing))
+
+    def take_pages_of(self, request: LlmRequest) -> None:
+        """What V2 does when pages are short: the request waits, and begins again. Called between
+        steps, without the overlap scheduler."""
+        assert self.is_v2 and self.args.disable_overlap_scheduler
+        if request not in self._active or request.state is State.GENERATION_COMPLETE:
+            return
+        if self.connectors is not None and request.request_id in self.connectors.loading:
+            return  # V2 leaves it alone
+        self._active.remove(request)
+        self.blocks.release(request.block_ids)
+        request.begin_again()
+        if self.connectors is not None:
+            self.connectors.reset(request)
+        self._waiting.appendleft(request)
 
     def _copy_page(self, source: int, target: int) -> None:
         for model in self.ranks:
@@ -340,6 +393,9 @@ class Executor:
                 continue
             if start < len(request.prompt):
                 known = min(start + count, len(request.prompt))
+                if self.is_v2:
+                    salt, tokens = request.cache_salt, request.prompt[:known]
+                    self.blocks.rebase(request.block_ids, tokens, salt)
                 self.blocks.remember(request.block_ids, request.prompt[:known], request.cache_salt)
             if request.request_id not in sampled:
                 continue
@@ -363,7 +419,12 @@ class Executor:
         if request in self._active:
             self._active.remove(request)
         request.on_output(new_tokens, reason)  # before the connector is asked: it is sent already
-        if request.is_allocated:
+        if request.is_allocated and self.is_v2 and reason == "cancelled":
+            self.blocks.release(request.block_ids)
+            # The connector hears of it when its pages are gone, or never.
+            if self.connectors is not None and not self.args.disable_overlap_scheduler:
+                assert not self.connectors.finished(request, are_freed=True), "a free page is kept"
+        elif request.is_allocated:
             computed = len(request.tokens) if self.stores_uncomputed else request.kv_tokens
             known = request.tokens[: min(computed, len(request.tokens) - 1)]
             self.blocks.remember(request.block_ids, known, request.cache_salt)
@@ -393,4 +454,5 @@ class Executor:
             if not HAS_NEW_API:
                 break  # an older executor ends one save an iteration and forgets the others
         for request in loaded:
+            request.is_loaded = True
             request.state = State.CONTEXT_INIT

@@ -45,9 +45,13 @@ class LlmRequest:
     kv_tokens: int = 0  # computed or loaded, as the device has them
     device_tokens: list[int] = field(default_factory=list)  # sampled ones the host may not know yet
     finish_reason: str | None = None
+    py_num_connector_matched_tokens: int = 0
+    is_loaded: bool = False  # an asynchronous load is over
+    asked_tokens: int = 0  # of the client's prompt; `prompt` grows when a request begins again
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
+        self.asked_tokens = len(self.prompt)
         self.device_tokens = list(self.prompt)
 
     def get_tokens(self, beam: int) -> list[int]:
@@ -57,13 +61,21 @@ class LlmRequest:
     def get_num_tokens(self, beam: int) -> int:
         return len(self.tokens)
 
+    def begin_again(self) -> None:
+        """Its pages are gone: what it has generated becomes a part of its prompt."""
+        self.prompt = list(self.tokens)
+        self.device_tokens = list(self.tokens)
+        self.block_ids, self.state = [], State.CONTEXT_INIT
+        self.local_tokens = self.matched_tokens = self.kv_tokens = 0
+        self.context_current_position = self.context_chunk_size = 0
+
     @property
     def context_remaining_length(self) -> int:
         return len(self.prompt) - self.context_current_position
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - len(self.prompt)
+        return len(self.tokens) - self.asked_tokens
 
 
 class VisibleRequest:

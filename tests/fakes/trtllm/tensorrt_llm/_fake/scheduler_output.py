@@ -24,7 +24,11 @@ class KvCacheConnectorSchedulerOutputRequest:
         self.tokens: list[int] = []
 
     def update_and_build_data(self, req: Any, kv_cache_manager: Any) -> RequestData:
-        blocks, tokens = kv_cache_manager.get_cache_indices(req), req.get_tokens(0)
+        if hasattr(kv_cache_manager, "get_page_indices_by_layer_group"):
+            (blocks,) = kv_cache_manager.get_page_indices_by_layer_group(req)
+        else:
+            blocks = kv_cache_manager.get_cache_indices(req)
+        tokens = req.get_tokens(0)
         new_blocks, new_tokens = blocks[len(self.block_ids) :], tokens[len(self.tokens) :]
         self.block_ids += new_blocks
         self.tokens += new_tokens
@@ -57,6 +61,11 @@ class KvCacheConnectorSchedulerOutputManager:
             (output.new_requests if is_new else output.cached_requests).append(data)
         self.external_loads = {}
         return output
+
+    def reset_request(self, request_id: int) -> None:
+        """Its pages are gone: it is described as a new one again."""
+        self.requests.pop(request_id, None)
+        self.external_loads.pop(request_id, None)
 
 
 def api_module() -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from backends.engine.trtllm.releases import V2
+from tensorrt_llm._fake.api import MANAGER
+
 
 @dataclass
 class KvCacheConnectorConfig:
@@ -22,7 +25,14 @@ class KvCacheConfig:
     free_gpu_memory_fraction: float = 0.9
     event_buffer_max_size: int = 0
     host_cache_size: int | None = None
+    disk_cache_size: int | None = None
+    use_kv_cache_manager_v2: bool | str = "auto"  # here: that of the release
     dtype: str = "auto"
+
+    @property
+    def is_v2(self) -> bool:
+        asked = self.use_kv_cache_manager_v2
+        return MANAGER == V2 if asked == "auto" else bool(asked)
 
 
 @dataclass

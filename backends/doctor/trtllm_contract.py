@@ -1,0 +1,89 @@
+"""Whether TensorRT-LLM has what this project uses of it: an installed package, or a folder of
+sources.
+
+Not here: what is used and how it is compared (engine/trtllm/contract/).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from backends.doctor.judgement import Finding, broken, note
+from backends.engine.trtllm import package
+from backends.engine.trtllm.contract.comparison import compare
+from backends.engine.trtllm.contract.recorded import Contract, read
+from backends.engine.trtllm.contract.sources import PACKAGE, Sources, SourcesMissing
+from backends.engine.trtllm.releases import V1, V2, UnknownRelease, kv_manager_of
+
+DRIVING = "backends.engine.trtllm.contract.driving"
+DRIVING_S_MAX = 60.0
+LAYOUT = ("_torch/pyexecutor/connectors/kv_cache_layout.py",)  # only with manager V2
+WORDS_SHOWN = 300  # characters of an error message
+PAGE = "docs/reference/tensorrt-llm.md"
+
+
+def contract_findings(folder: Path | None) -> Iterator[Finding]:
+    """`folder`: of sources; None: the installed package."""
+    try:
+        sources = Sources(folder or installed_folder())
+        yield from comparison_findings(sources)
+    except (SourcesMissing, SyntaxError) as error:
+        yield broken(PACKAGE, str(error), "name a folder with its sources: --sources FOLDER")
+
+
+def installed_folder() -> Path:
+    package.honour_python_path()
+    found = importlib.util.find_spec(PACKAGE) if package.is_installed() else None
+    if found is None or not found.submodule_search_locations:
+        raise SourcesMissing(f"{PACKAGE} is not installed for {sys.executable}")
+    return Path(found.submodule_search_locations[0])
+
+
+def comparison_findings(sources: Sources) -> Iterator[Finding]:
+    subject = f"{PACKAGE} {sources.version or 'of unknown version'}"
+    try:
+        manager = kv_manager_of(sources.version)
+    except UnknownRelease as error:
+        manager = V2 if sources.file(LAYOUT) else V1
+        yield broken(subject, str(error), f"compared with V{manager}; {PAGE} says what was read")
+    contract = read(manager)
+    calls, problem = driven_calls(contract, sources)
+    if problem:
+        yield note(
+            subject, f"its connector manager cannot be driven here: {problem}", f"see {PAGE}"
+        )
+    found = compare(contract, sources, calls)
+    for difference in found.differences:
+        yield broken(subject, str(difference), "use another release, or report this difference")
+    for file in found.unread:
+        yield note(subject, f"{file} is not there: not compared", f"{PAGE} says what is used of it")
+    same = found.checked - len(found.differences)
+    yield Finding(
+        subject, f"{same} of {found.checked} facts are as known (KV cache manager V{manager})"
+    )
+
+
+def driven_calls(contract: Contract, sources: Sources) -> tuple[list[str] | None, str]:
+    """The calls that a connector gets, or None and the reason."""
+    path = sources.file(contract.pieces[0].files)
+    if path is None:
+        return None, "there is no kv_cache_connector.py"
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-m", DRIVING, str(path), str(contract.manager)],
+            capture_output=True,
+            text=True,
+            timeout=DRIVING_S_MAX,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None, f"it did not end within {DRIVING_S_MAX:.0f} s"
+    if ran.returncode:
+        return None, ran.stderr.strip()[-WORDS_SHOWN:]
+    calls: list[str] = json.loads(ran.stdout)
+    return calls, ""
