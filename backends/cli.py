@@ -20,7 +20,10 @@ from backends.extras import explained
 GROUP = "mooncake.commands"
 # Subcommand -> examples at the end of its --help.
 EXAMPLES = {
-    "init": ("mooncake init my-models",),
+    "init": (
+        "mooncake init my-models",
+        "mooncake init my-models --from-llmapi model.yaml --checkpoint /path/to/checkpoint",
+    ),
     "model": ("mooncake model get smollm2-135m", "mooncake model import my-model.gguf"),
     "serve": (
         "mooncake serve --openai-port 9000",

@@ -90,7 +90,7 @@ def _problem(error: yaml.MarkedYAMLError) -> str:
     if "'\\t'" in problem or "\\t" in problem:
         return "a tab is used for indentation: indent with spaces"
     if "expected a single document" in problem:
-        return "a second document begins (---): one file describes one deployment"
+        return "a second document begins (---): a file has only one"
     return f"this is no YAML: {problem}"
 
 

@@ -1,1 +1,1 @@
-"""`mooncake init`: a first model repository without a checkout."""
+"""`mooncake init`: a first model repository, or one from a model.yaml of `llmapi`."""
