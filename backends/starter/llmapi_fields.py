@@ -94,6 +94,7 @@ LEFT_OUT: Mapping[str, str] = {
     "gpus_per_node": "gpus names the GPUs of each worker",
     "kv_cache_compression_config": "a page would not hold all of its tokens' KV",
     "kv_cache_config.max_gpu_total_bytes": "kv_bytes bounds KV memory",
+    "kv_cache_config.use_kv_cache_manager_v2": "the release decides it",
     "kv_connector_config": "the connector is the one of this project",
     "logits_post_processors": "requests cannot name code",
     "lora_config": NO_LORA,
