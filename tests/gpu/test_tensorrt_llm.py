@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from backends.doctor.judgement import BROKEN
+from backends.doctor.trtllm_contract import contract_findings
 from backends.engine.trtllm import package
 from tests.backends.small_tokenizers import DEMO
 from tests.e2e.server import Answer, Server, Stream, running, take, wait_until
@@ -91,6 +93,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         timeout=READY_S_MAX,
     )
     return Reference(prompts, json.loads((folder / "out.json").read_text()))
+
+
+@pytest.mark.skipif(IS_STANDIN, reason="the stand-in has no sources of its own")
+def test_the_installed_package_has_what_is_used_of_it() -> None:
+    """As `mooncake doctor --engine tensorrt_llm`. If this fails, read it before anything else."""
+    found = list(contract_findings(None))
+    assert not [str(each) for each in found if each.state == BROKEN], "\n".join(map(str, found))
 
 
 @pytest.fixture(scope="module", params=["store", "native"])

@@ -109,13 +109,6 @@ class StoredResponses:
         if not count:
             raise unknown(response_id)
 
-    def held_bytes(self, tenant: str) -> int:
-        with self._lock:
-            (found,) = self._file.execute(
-                "SELECT COALESCE(SUM(bytes), 0) FROM responses WHERE tenant = ?", (tenant,)
-            ).fetchone()
-        return int(found)
-
 
 @contextmanager
 def _refusing() -> Iterator[None]:
