@@ -237,7 +237,8 @@ def test_clients_that_leave_under_load_harm_nobody(
         leaving = set(chance.sample(range(STREAMS), STREAMS // 2))
         for number in leaving:
             for _ in range(chance.choice([0, 1, 5])):  # before, at and after the first token
-                assert going[number].next(ANSWER_S_MAX) is not None
+                if going[number].next(ANSWER_S_MAX) is None:
+                    break  # many tokens may come at once, and it has ended
             going[number].leave()
         stay = [number for number in range(STREAMS) if number not in leaving]
         equal = sum(end(going[number]).output_ids == pairs[number][1] for number in stay)
