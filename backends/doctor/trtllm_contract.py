@@ -32,7 +32,7 @@ def contract_findings(folder: Path | None) -> Iterator[Finding]:
     try:
         sources = Sources(folder or installed_folder())
         yield from comparison_findings(sources)
-    except (SourcesMissing, SyntaxError) as error:
+    except SourcesMissing as error:
         yield broken(PACKAGE, str(error), "name a folder with its sources: --sources FOLDER")
 
 

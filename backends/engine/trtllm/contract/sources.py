@@ -20,7 +20,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class SourcesMissing(Exception):
-    """A folder has no sources of TensorRT-LLM."""
+    """A folder has no sources of TensorRT-LLM, or not in Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class ClassFacts:
 class Sources:
     def __init__(self, folder: Path) -> None:
         """`folder`: the package, or the folder that has it. Raises SourcesMissing."""
+        folder = folder.expanduser().resolve()
         inside = folder / PACKAGE
         self.folder = inside if inside.is_dir() else folder
         self._read: dict[Path, dict[str, ClassFacts]] = {}
@@ -61,9 +62,12 @@ class Sources:
         return next((path for path in paths if path.is_file()), None)
 
     def classes(self, path: Path) -> dict[str, ClassFacts]:
-        """Raises SyntaxError."""
+        """Raises SourcesMissing if the file is not Python."""
         if path not in self._read:
-            self._read[path] = read_classes(path.read_text("utf-8"))
+            try:
+                self._read[path] = read_classes(path.read_text("utf-8"))
+            except (SyntaxError, ValueError) as error:
+                raise SourcesMissing(f"{path} cannot be read: {error}") from None
         return self._read[path]
 
 

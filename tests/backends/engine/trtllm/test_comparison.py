@@ -181,6 +181,12 @@ def test_a_manager_that_cannot_be_run_is_a_note_and_the_rest_is_compared(
     assert not [each for each in findings if each.state == BROKEN]
 
 
+def test_a_file_that_is_not_python_is_named(sources: Callable[[int], Sources]) -> None:
+    folder = sources(V1).folder
+    (folder / "sampling_params.py").write_text("class (")
+    assert "sampling_params.py cannot be read" in list(contract_findings(folder))[-1].what
+
+
 def test_a_folder_without_sources_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SourcesMissing, match="has no folder tensorrt_llm"):
         Sources(tmp_path)
