@@ -35,7 +35,7 @@ def main() -> None:
         model=folder,
         skip_tokenizer_init=True,
         dtype=job["dtype"],
-        model_kwargs={"torch_dtype": job["dtype"], "dtype": job["dtype"]},  # as package.py does
+        model_kwargs={"torch_dtype": job["dtype"], "dtype": job["dtype"]},  # as for workers
         max_seq_len=job["context_tokens"],
         kv_cache_config=llm_args.KvCacheConfig(
             max_tokens=job["kv_tokens"],
