@@ -187,7 +187,7 @@ def test_a_batch_that_would_be_too_slow_is_predicted_before_any_prefill(server: 
 
     try:
         for number in (5, 6):
-            wait_until(lambda n=number: is_decoded(n), "an idle decode worker", 30.0)
+            wait_until(lambda n=number: is_decoded(n), "an idle decode worker", 120.0)
         refused = server.ask(input_ids=prompt(7), max_tokens=200, end_id=-1)
     finally:
         for stream in streams:
