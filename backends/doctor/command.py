@@ -74,8 +74,8 @@ def doctor(
     sources: Annotated[
         Path | None,
         typer.Option(
-            help="With --engine: a folder with the package's sources, instead of the installed "
-            "package. Its kv_cache_connector.py is executed."
+            help="As --engine tensorrt_llm, with a folder of the package's sources instead of the "
+            "installed package. Its kv_cache_connector.py is executed."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON.")] = False,
@@ -86,7 +86,7 @@ def doctor(
     status is 1 if a finding is BROKEN.
     """
     if engine or sources:
-        if engine != "tensorrt_llm":
+        if engine not in ("tensorrt_llm", ""):
             raise typer.BadParameter(f"is {engine!r}; use tensorrt_llm", param_hint="--engine")
         show(list(contract_findings(sources)), as_json)
     named = parse_nodes(nodes)

@@ -131,7 +131,10 @@ def checkpoint_of(path: Path, named: list[LlmapiField], folder: Path | None) -> 
     """The folder with the model: `folder`, or else that of the field `model`. Raises LlmapiRefused
     if there is none."""
     if folder is not None:
-        return folder.expanduser().resolve()
+        given = folder.expanduser().resolve()
+        if (given / "config.json").is_file():
+            return given
+        raise LlmapiRefused(path, [f"--checkpoint {folder} has no config.json: name a checkpoint"])
     model = next((each for each in named if each.name == "model"), None)
     if model is None:
         raise LlmapiRefused(path, ["names no model: name its folder with --checkpoint"])
@@ -221,7 +224,10 @@ class _Converter:
             gpus = range(number * degree, (number + 1) * degree)
             parameters["gpus"] = ",".join(map(str, gpus))
             if options:
-                parameters["llm_options"] = json.dumps(options, default=str)
+                try:
+                    parameters["llm_options"] = json.dumps(options, allow_nan=False)
+                except (TypeError, ValueError) as error:  # dates, infinity
+                    self.problems.append(f"a value is not JSON: {error}")
 
     def _set(self, name: str, value: str, role: str = "") -> str:
         for each in (role,) if role else ROLES:
@@ -290,7 +296,8 @@ class _Converter:
         asked, block = self._whole(each), self._block_tokens
         chunk = max(asked // block, 1) * block
         outcome = self._set("chunk_tokens", str(chunk), "prefill")
-        return outcome if chunk == asked else f"{outcome}: whole blocks of {block} tokens"
+        whole = f"{outcome}: at least one, and whole blocks of {block} tokens"
+        return outcome if chunk == asked else whole
 
     def _page(self, each: LlmapiField) -> str:
         return self._set("page_tokens", str(self._whole(each)))
@@ -301,8 +308,8 @@ class _Converter:
         degree = self._positive("tensor_parallel_size", 1)
         try:
             shape = read_kv_shape(self._checkpoint, degree)
-        except CheckpointError:
-            return "left out: the size of this model's KV is not known, so set kv_bytes"
+        except CheckpointError as error:
+            return f"left out, set kv_bytes: {'; '.join(error.problems)}"
         dtype = self._values.get("dtype") or "auto"
         dtype = self._own_dtype()[0] if dtype not in CONNECTED_DTYPES else dtype
         asked = "fp8" if self._values.get("kv_cache_config.dtype") == "fp8" else "auto"

@@ -153,7 +153,7 @@ class StageScheduler(ABC):
         """
         saves: list[Move] = []
         with self._lock:
-            due, self._due = self._due, []
+            due = self._take_due(new)
             loads = [entry.load() for entry in due]
             for is_new, requests in ((True, new), (False, cached)):
                 for data in requests:
@@ -172,6 +172,11 @@ class StageScheduler(ABC):
         for reply in replies:
             self._send(reply)
         return Orders(loads, saves, [])
+
+    def _take_due(self, new: Sequence[Any]) -> list[Entry]:
+        """The promised loads that are ordered with this step. Called with the lock."""
+        due, self._due = self._due, []
+        return due
 
     def _given(self, entry: Entry, block_ids: Sequence[int]) -> None:
         """The first pages of a request, among them all that are loaded."""

@@ -13,9 +13,9 @@ safe and sends `Broken`. The next orders have the reason, and every rank raises 
 
 Lean output: TensorRT-LLM describes each step to connectors by copying all tokens and pages of every
 request on every rank: two million integers for 64 requests of 32k tokens. With tensor parallelism
-it never drops a request. This connector needs no tokens, and a page only when the page is full. So
-`install` replaces TensorRT-LLM's classes. If they do not look as expected, they stay: slower, but
-correct.
+and manager V1 it never drops a request. This connector needs no tokens, and a page only when the
+page is full. So `install` replaces TensorRT-LLM's classes. If they do not look as expected, they
+stay: slower, but correct.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class MooncakeConnectorWorker(WorkerBase):
         """Compare the sizes. A difference ends the start of the worker."""
         kv, site, send = kv_cache_tensor, self._site, self._link.send
         with self._saying_why():
+            self._expect(V1)
             pages = pages_of(kv, self._rank, self._tp_size, self._tokens_per_block, site)
             self._copies, ready = register(site, pages, kv, len(kv), send)
             send(ready)
@@ -163,6 +164,7 @@ class MooncakeConnectorWorker(WorkerBase):
         """As `register_kv_caches`, with KV cache manager V2."""
         site, send = self._site, self._link.send
         with self._saying_why():
+            self._expect(V2)
             region = only_region(layout, self._tokens_per_block, site.is_alike)
             tokens = (self._tokens_per_block, site.block_tokens)
             pages = BlockPages(
@@ -173,6 +175,15 @@ class MooncakeConnectorWorker(WorkerBase):
             self._copies, ready = register(site, pages, kv, region.num_slots, send)
             send(ready)
 
+    def _expect(self, manager: int) -> None:
+        """Raises ValueError if TensorRT-LLM runs another KV cache manager than it was asked for."""
+        asked = manager_of(self._llm_args)
+        if asked != manager:
+            raise ValueError(
+                f"TensorRT-LLM runs its KV cache manager V{manager}, but V{asked} was asked for: "
+                "this model has no other one, so take another checkpoint or release"
+            )
+
     def bind_connector_meta(self, metadata: object) -> None:
         super().bind_connector_meta(metadata)
         if isinstance(metadata, Orders):
@@ -182,10 +193,10 @@ class MooncakeConnectorWorker(WorkerBase):
 
     def start_load_kv(self, stream: Any) -> None:
         # Several, if a step had no pass; none, in a step without metadata.
-        orders, self._orders = self._orders, []
+        bound, self._orders = self._orders, []
+        loads, saves, fences = ([each for one in bound for each in one[i]] for i in range(3))
         with self._saying_why():
-            for each in orders or [Orders([], [], [])]:
-                self._ready_copies.start(each, stream)
+            self._ready_copies.start(Orders(loads, saves, fences), stream)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         self._ready_copies.before_layer(stream)
@@ -282,8 +293,14 @@ def bytes_of(region: Any) -> Any:
 
 
 def manager_of(llm_args: Any) -> int:
-    """The generation of the KV cache manager. package.py sets it, so it is never automatic."""
-    return V2 if getattr(llm_args.kv_cache_config, "use_kv_cache_manager_v2", False) is True else V1
+    """The generation of the KV cache manager, which package.py has set."""
+    asked = getattr(llm_args.kv_cache_config, "use_kv_cache_manager_v2", None)
+    if not isinstance(asked, bool):
+        raise RuntimeError(
+            f"use_kv_cache_manager_v2 is {asked!r} in this TensorRT-LLM, not what the worker has "
+            "set: see `mooncake doctor --engine tensorrt_llm`"
+        )
+    return V2 if asked else V1
 
 
 def aside_pages_min(site: m.Site, llm_args: Any) -> int:
@@ -337,6 +354,13 @@ def install(api: ModuleType) -> bool:
     return True
 
 
+def is_v2(kv_cache_manager: Any) -> bool:
+    """Managers of hybrid models have other names, and the method; `only_region` has refused them
+    where they have several groups of pages."""
+    has_groups = hasattr(kv_cache_manager, "get_page_indices_by_layer_group")
+    return has_groups or type(kv_cache_manager).__name__.endswith("V2")
+
+
 def lean_request(api: Any) -> type:
     prompt_states = (
         api.LlmRequestState.CONTEXT_INIT,
@@ -357,9 +381,8 @@ def lean_request(api: Any) -> type:
                 scheduled = min(req.context_remaining_length, req.context_chunk_size)
             else:
                 position, scheduled = tokens - 1, 1
-            read_groups = getattr(kv_cache_manager, "get_page_indices_by_layer_group", None)
-            if read_groups is not None:
-                (now,) = read_groups(req)  # only_region has refused several groups
+            if is_v2(kv_cache_manager):
+                (now,) = kv_cache_manager.get_page_indices_by_layer_group(req)
                 kept = len(self.pages)
                 is_same, self.pages = now[:kept] == self.pages, list(now)
                 described = api.RequestData(req.request_id, [], now[kept:], position, scheduled)

@@ -248,7 +248,8 @@ def llm_arguments(
 
 
 def _kv_cache(package: Package, spec: EngineSpec, config: TrtllmConfig) -> dict[str, Any]:
-    is_v2 = kv_manager_of(package.version) == V2
+    # TensorRT-LLM's own hand-over has most of its transceivers for V1 only.
+    is_v2 = kv_manager_of(package.version) == V2 and config.handoff == "store"
     return {
         "enable_block_reuse": True,  # TensorRT-LLM asks connectors only with it
         "enable_partial_reuse": False,

@@ -9,9 +9,9 @@ the request's pages while they are still being saved. So a request that is missi
 was not finished, is a *fence*: its saves must end before that pass.
 
 KV cache manager V2 gives a prompt its pages chunk by chunk, and may take less than was promised. It
-may take all pages of a running request, which begins again as a new one. And it may replace a full
-page by another request's equal page, so that the first one is free while it is being saved. All of
-these are fences, too.
+may also take all pages of a running request, which begins again as a new one. And it may replace a
+full page by another request's equal page, so that the first one is free while it is being saved.
+The last two are fences, too.
 
 Not here: the staged prompts, loads and saves (../connected/scheduler.py).
 """
@@ -73,6 +73,22 @@ class TrtllmScheduler(StageScheduler):
             self._begin_again(entry, local_tokens)
         return 0
 
+    def _take_due(self, new: Sequence[RequestData]) -> list[Entry]:
+        """V2 may leave a request out of the step in which it was asked, and take its pages back. So
+        a load in the pass is ordered only with the request's first pass."""
+        due = super()._take_due(new)
+        if self._is_v2:
+            begin = {data.request_id for data in new}
+            ready = [entry for entry in due if entry.is_aside or entry.llm_id in begin]
+            self._due = [entry for entry in due if entry not in ready]
+            return ready
+        return due
+
+    def _remove(self, entry: Entry) -> m.Unstaged:
+        if self._is_v2 and entry.llm_id is not None:  # it ends no request during its load
+            self._aside.discard(entry.llm_id)
+        return super()._remove(entry)
+
     def _begin_again(self, entry: Entry, local_tokens: int) -> None:
         """TensorRT-LLM has taken the pages of this request and computes its prompt again. What has
         been saved stays saved. A load that is due becomes one of no pages."""
@@ -85,7 +101,7 @@ class TrtllmScheduler(StageScheduler):
         super().allocated(request, block_ids)
 
     def _take_less(self, request: Any) -> None:
-        """Of the promised load TensorRT-LLM takes what fits into the prompt's first chunk."""
+        """Of the promised load TensorRT-LLM takes what it has pages for: all, some or none."""
         taken_tokens = getattr(request, "py_num_connector_matched_tokens", None)
         with self._lock:
             entry = self._table.taken.get(request.request_id)
@@ -94,7 +110,8 @@ class TrtllmScheduler(StageScheduler):
             if taken_tokens is None or taken_tokens % self._tokens_per_block:
                 raise RuntimeError(
                     f"TensorRT-LLM takes {taken_tokens} tokens of a promised load, in pages of "
-                    f"{self._tokens_per_block}: this release is not supported"
+                    f"{self._tokens_per_block}: use a known release, and see `mooncake doctor "
+                    "--engine tensorrt_llm`"
                 )
             entry.load_pages = min(entry.load_pages, taken_tokens // self._tokens_per_block)
 
@@ -136,8 +153,8 @@ class TrtllmScheduler(StageScheduler):
         if len(block_ids) * self._tokens_per_block < needed and not self._is_v2:
             raise RuntimeError(
                 f"TensorRT-LLM gave {len(block_ids)} pages of {self._tokens_per_block} tokens for "
-                f"a prompt of {needed} at first, as its KV cache manager V2 does, but it was "
-                "started with the first one"
+                f"a prompt of {needed}: it runs its KV cache manager V2, but V1 was asked for. Use "
+                "a model, or a release, that heeds use_kv_cache_manager_v2"
             )
         super()._given(entry, block_ids)
 
@@ -165,11 +182,11 @@ class TrtllmScheduler(StageScheduler):
         """`block_ids`: the pages that TensorRT-LLM keeps back if the result is True."""
         with self._lock:
             entry = self._table.taken.get(request.request_id)
-        known = None if entry is None else entry.block_ids
-        if not self._is_v2 or (known is not None and known == list(block_ids[: len(known)])):
-            self._saving.discard(request.request_id)
-        may_copy = super().finished(request)
-        return may_copy and (bool(block_ids) or not self._is_v2)
+        known = [] if entry is None else entry.block_ids
+        are_kept = super().finished(request) and (bool(block_ids) or not self._is_v2)
+        if are_kept and (not self._is_v2 or known == list(block_ids[: len(known)])):
+            self._saving.discard(request.request_id)  # otherwise it is a fence
+        return are_kept
 
 
 def _salt(request: Any) -> Salt | None:

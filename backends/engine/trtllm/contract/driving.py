@@ -4,7 +4,8 @@
 
 FILE is the module that has KvCacheConnectorManager. It is run with stand-ins for everything that it
 imports, so it needs neither a GPU nor MPI nor torch. Its text is executed: name no folder that you
-do not trust. Prints one JSON list of calls.
+do not trust. The last line of its output is JSON: the
+calls, and the error that ended them.
 
 The executor's part is played here, in the order of `steps` in api.json. The first request has a
 prompt of two chunks with a loaded page, generates a token, and ends with a save. The prompt of the
@@ -267,8 +268,7 @@ class DrivenExecutor:
         self.recorder.note("over", done)
 
 
-def drive(api: ModuleType, manager: int) -> list[str]:
-    it = DrivenExecutor(api, manager)
+def drive(it: DrivenExecutor) -> None:
     first = DrivenRequest(1, 14)
     it.prepare(first, PAGE, (PAGE, False), PAGE)
     it.give(first, [7, 3, 9] if it.is_v2 else [7, 3, 9, 5])
@@ -304,12 +304,16 @@ def drive(api: ModuleType, manager: int) -> list[str]:
         it.step((lost, 2))
         it.end(lost, is_saving=False)
         it.poll()
-    return it.recorder.calls
 
 
 def main() -> None:
     path, manager = Path(sys.argv[1]), int(sys.argv[2])
-    print(json.dumps(drive(load(path), manager)))
+    it, error = DrivenExecutor(load(path), manager), ""
+    try:
+        drive(it)
+    except Exception as problem:  # Catch all: it is the finding
+        error = f"{type(problem).__name__}: {problem}"
+    print(json.dumps({"calls": it.recorder.calls, "error": error}))
 
 
 if __name__ == "__main__":

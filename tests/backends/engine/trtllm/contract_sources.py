@@ -22,15 +22,19 @@ def write_sources(folder: Path, contract: Contract, api_source: Any) -> Path:
     version = "1.4.0rc2" if contract.manager == V2 else "1.2.1"
     (package / "version.py").write_text(f'__version__ = "{version}"\n')
     by_file: dict[str, list[str]] = {}
+    bodies: dict[str, dict[str, list[str]]] = {}  # file -> class -> its lines
     for piece in contract.pieces:
         file = piece.files[0 if contract.manager == V2 else -1]
         if not file.endswith((CONNECTOR, LAYOUT)):
-            by_file.setdefault(file, []).append(class_text(piece))
+            bodies.setdefault(file, {})[piece.name] = class_lines(piece)
         elif file not in by_file:
             by_file[file] = [self_contained(api_source(contract, Path(file).name))]
             by_file[file] += behaviour() if file.endswith(CONNECTOR) else []
     for steps in contract.steps:
-        by_file.setdefault(steps.files[0], []).append(steps_text(steps))
+        classes = bodies.setdefault(steps.files[0], {})
+        classes.setdefault(steps.name, []).extend(step_lines(steps))
+    for file, classes in bodies.items():
+        by_file[file] = ["\n".join([f"class {name}:", *body]) for name, body in classes.items()]
     for file, parts in by_file.items():
         path = package / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,16 +60,15 @@ def without_imports(text: str) -> str:
     return "\n".join(line for line in text.splitlines() if not line.startswith(unwanted))
 
 
-def class_text(piece: ApiClass) -> str:
+def class_lines(piece: ApiClass) -> list[str]:
     lines = [f"    {name}: object = None" for name in (*piece.fields, *piece.members)]
     arguments = {name: method.arguments for name, method in piece.methods.items()}
     arguments |= {name: ("self", *taken) for name, taken in piece.takes.items()}
-    lines += [f"    def {name}({', '.join(given)}): ..." for name, given in arguments.items()]
-    return "\n".join([f"class {piece.name}:", *lines])
+    return lines + [f"    def {name}({', '.join(given)}): ..." for name, given in arguments.items()]
 
 
-def steps_text(steps: CallOrders) -> str:
-    lines = [f"class {steps.name}:"]
+def step_lines(steps: CallOrders) -> list[str]:
+    lines = []
     for method, calls in steps.orders.items():
         lines += [f"    def {method}(self):", *[f"        self.part.{name}()" for name in calls]]
-    return "\n".join(lines)
+    return lines

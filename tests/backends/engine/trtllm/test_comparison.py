@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from backends.doctor.judgement import BROKEN
-from backends.doctor.trtllm_contract import contract_findings, driven_calls
+from backends.doctor.trtllm_contract import contract_findings, drive
 from backends.engine.trtllm.contract.comparison import Comparison, compare
 from backends.engine.trtllm.contract.recorded import FILE, contract_of, read
 from backends.engine.trtllm.contract.sources import Sources, SourcesMissing
@@ -37,9 +37,11 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def compared(raw: dict[str, Any], there: Sources, manager: int) -> Comparison:
-    calls, problem = driven_calls(read(manager), there)
-    assert not problem
-    return compare(contract_of(raw, manager), there, calls)
+    path = there.file(read(manager).pieces[0].files)
+    assert path is not None
+    driven = drive(path, manager)
+    assert not driven.problem and not driven.error
+    return compare(contract_of(raw, manager), there, driven.calls)
 
 
 @pytest.mark.parametrize("manager", [V1, V2])
@@ -85,16 +87,21 @@ def change_layout(raw: dict[str, Any]) -> None:
 
 
 def rename_class(raw: dict[str, Any]) -> None:
-    classes = raw["groups"][2]["classes"]
+    classes = raw["groups"][3]["classes"]
     classes["KvConnectorConfig"] = classes.pop("KvCacheConnectorConfig")
 
 
 def miss_option(raw: dict[str, Any]) -> None:
-    raw["groups"][2]["classes"]["KvCacheConfig"]["fields"].append("tokens_per_page")
+    raw["groups"][3]["classes"]["KvCacheConfig"]["fields"].append("tokens_per_page")
+
+
+def miss_manager(raw: dict[str, Any]) -> None:
+    methods = raw["groups"][2]["classes"]["KVCacheManagerV2"]["methods"]
+    methods["get_pages"] = methods.pop("get_page_indices_by_layer_group")
 
 
 def miss_argument(raw: dict[str, Any]) -> None:
-    raw["groups"][3]["classes"]["BaseLLM"]["takes"]["generate_async"].append("salt")
+    raw["groups"][4]["classes"]["BaseLLM"]["takes"]["generate_async"].append("salt")
 
 
 def swap_steps(raw: dict[str, Any]) -> None:
@@ -132,6 +139,7 @@ def change_call(raw: dict[str, Any]) -> None:
         (change_layout, "KvCacheRegion: there is no field pitch"),
         (rename_class, "KvConnectorConfig: there is no such class"),
         (miss_option, "there is no field tokens_per_page; tokens_per_block is like it"),
+        (miss_manager, "KVCacheManagerV2: there is no method get_pages"),
         (miss_argument, "generate_async does not take salt"),
         (swap_steps, "_kv_connector_start_batch: after take_scheduled_requests_pending_load"),
         (miss_step, "free_resources: after reset_request_state: nothing, where get_finished"),
@@ -179,6 +187,30 @@ def test_a_manager_that_cannot_be_run_is_a_note_and_the_rest_is_compared(
     findings = list(contract_findings(folder))
     assert "libcuda.so.1" in findings[0].what and findings[0].state == "note"
     assert not [each for each in findings if each.state == BROKEN]
+
+
+def test_a_manager_that_ends_without_a_word_is_a_note(sources: Callable[[int], Sources]) -> None:
+    folder = sources(V2).folder
+    path = next(folder.rglob("kv_cache_connector.py"))
+    path.write_text(path.read_text() + "\nimport os\nprint('here')\nos._exit(3)\n")
+    assert "it ended with status 3" in next(contract_findings(folder)).what
+
+
+def test_a_manager_that_cannot_be_driven_is_broken(sources: Callable[[int], Sources]) -> None:
+    folder = sources(V2).folder
+    path = next(folder.rglob("kv_cache_connector.py"))
+    path.write_text(path.read_text().replace("def query_num_new", "def ask_num_new"))
+    finding = next(contract_findings(folder))
+    assert finding.state == BROKEN and "query_num_new_matched_tokens" in finding.what
+
+
+def test_sources_without_the_connector_s_module_are_broken(
+    sources: Callable[[int], Sources],
+) -> None:
+    folder = sources(V2).folder
+    next(folder.rglob("kv_cache_connector.py")).unlink()
+    (finding,) = contract_findings(folder)
+    assert finding.state == BROKEN and "no kv_cache_connector.py" in finding.what
 
 
 def test_a_file_that_is_not_python_is_named(sources: Callable[[int], Sources]) -> None:

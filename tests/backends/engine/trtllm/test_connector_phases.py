@@ -196,7 +196,7 @@ def test_pages_that_come_in_parts_are_an_error() -> None:
     prompt = prompt_of(64)
     scheduler.on_message(m.Stage.of("a", prompt, 16, b"0" * 16, "", [0, 1, 2, 3], 32))
     scheduler.match(Asked(prompt), 0)
-    with pytest.raises(RuntimeError, match="it was started with the first one"):
+    with pytest.raises(RuntimeError, match="V2, but V1 was asked for"):
         scheduler.allocated(Asked(prompt), list(range(15)))
 
 

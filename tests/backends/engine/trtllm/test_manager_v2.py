@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ from backends.engine.connected import messages as m
 from backends.engine.connected.block_pages import Orders
 from backends.engine.connected.rank_copies import RankCopies
 from backends.engine.trtllm.connector import only_region
-from backends.engine.trtllm.releases import V2
+from backends.engine.trtllm.releases import V1, V2
 from backends.engine.trtllm.scheduler import TrtllmScheduler
 from tests.backends.engine.connected.connected import Make, expected, filled, prompt_of, step_until
 from tests.backends.engine.connected.gate import Gate
@@ -51,11 +54,20 @@ def fences(monkeypatch: pytest.MonkeyPatch) -> dict[int, threading.Event]:
     return waits
 
 
+def functions_of(thread: threading.Thread) -> list[str]:
+    """The functions that it is in."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return [each.f_code.co_name for each, _ in traceback.walk_stack(frame)] if frame else []
+
+
 def run_behind(engine: Any, gate: Gate, fence: threading.Event) -> None:
-    """The next passes, one of which must wait until the gate is open."""
+    """The next passes, the first of which must wait until the gate is open."""
     going = threading.Thread(target=engine.executor.run_until_idle)
     going.start()
     assert fence.wait(WAIT_S), "no pass waits for these saves"
+    give_up_s = time.monotonic() + WAIT_S
+    while "wait_for" not in functions_of(going):  # of the condition that the saves notify
+        assert going.is_alive() and time.monotonic() < give_up_s, "the pass does not wait"
     gate.is_open.set()
     going.join(WAIT_S)
     assert not going.is_alive()
@@ -190,7 +202,7 @@ def described(pages: list[int], position: int, tokens: int) -> Any:
 def test_a_release_that_does_not_say_how_much_it_takes_is_an_error(taken: int | None) -> None:
     scheduler = staged()
     assert scheduler.match(asked(), 0) == 32
-    with pytest.raises(RuntimeError, match="this release is not supported"):
+    with pytest.raises(RuntimeError, match="tokens of a promised load"):
         scheduler.allocated(asked(taken), list(range(8)))
 
 
@@ -211,6 +223,39 @@ def test_without_our_description_every_pass_waits_for_the_saves_of_the_last_one(
     scheduler.allocated(asked(0), [5, 6, 7, 8])
     scheduler.orders([described([5, 6, 7, 8], 0, 16)], [])
     assert scheduler.orders([], [described([9], 16, 4)]).fences == [1]
+
+
+def test_a_load_is_ordered_only_with_the_first_pass_of_its_request() -> None:
+    """A request may be left out of the step in which it was asked, and lose its pages."""
+    scheduler = staged()
+    assert scheduler.match(asked(), 0) == 32
+    scheduler.allocated(asked(32), list(range(8)))
+    assert scheduler.orders([], []).loads == []
+    (move,) = scheduler.orders([described(list(range(12)), 0, 16)], []).loads
+    assert move.block_ids == list(range(8))
+
+
+def test_a_load_of_a_request_that_was_asked_again_is_one_of_no_pages() -> None:
+    scheduler = staged()
+    assert scheduler.match(asked(), 0) == 32
+    scheduler.allocated(asked(32), list(range(8)))
+    assert scheduler.match(asked(), 0) == 0
+    scheduler.allocated(asked(0), list(range(20, 36)))
+    orders = scheduler.orders([described(list(range(20, 36)), 0, 64)], [])
+    assert [move.block_ids for move in orders.loads] == [[]]
+    assert [move.block_ids for move in orders.saves] == [list(range(28, 36))]
+
+
+@pytest.mark.parametrize("manager", [V1, V2])
+def test_a_request_whose_stage_went_while_it_was_saved_is_a_fence(manager: int) -> None:
+    scheduler = TrtllmScheduler(16, 4, lambda message: None, manager=manager)
+    scheduler.on_message(m.Stage.of("a", PROMPT, 16, b"0" * 16, "", [0, 1, 2, 3], 0))
+    scheduler.match(asked(), 0)
+    scheduler.allocated(asked(0), list(range(16)))
+    assert scheduler.orders([described(list(range(16)), 0, 64)], []).saves
+    scheduler.on_message(m.Unstage("a"))
+    assert scheduler.finished(asked(), list(range(16))) is False, "its pages go at once"
+    assert scheduler.orders([], []).fences == [1]
 
 
 def test_a_load_whose_pages_were_taken_before_the_first_pass_is_forgotten() -> None:
@@ -239,6 +284,7 @@ def test_orders_of_a_step_without_a_pass_are_carried_out_with_the_next_pass(make
     request = engine.generate(1, prompt, 3)
     assert request.matched_tokens == 48 and engine.output(request) == expected(engine, prompt, 3)
     engine.heard.wait_for("loaded", "a")
+    engine.heard.wait_for("saved", "a", 60)
     engine.unstage("a", pages)
 
 

@@ -20,7 +20,10 @@ from typing import Any
 from tensorrt_llm._fake import kept
 """
 LISTS = ("SchedulerOutput",)  # all fields are lists, empty at first
-BY_HAND = ("KvCacheConnectorSchedulerOutputRequest", "KvCacheConnectorSchedulerOutputManager")
+BY_HAND = (
+    "KvCacheConnectorSchedulerOutputRequest", "KvCacheConnectorSchedulerOutputManager",
+    "KvCacheConnectorManager",
+)  # fmt: skip
 
 
 def api_source(contract: Contract, file: str) -> str:

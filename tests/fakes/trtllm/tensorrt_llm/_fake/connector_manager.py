@@ -26,8 +26,8 @@ class KvCacheConnectorManager:
     def query_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
         return self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
-    def commit_new_matched_tokens(self, request: Any, num_tokens: int, is_async: bool) -> None:
-        if is_async:
+    def commit_new_matched_tokens(self, request: Any, num_tokens: int, load_kv_async: bool) -> None:
+        if load_kv_async:
             self._started_loading[request.request_id] = request
         self.scheduler_output_manager.external_loads[request.request_id] = num_tokens
         request.py_num_connector_matched_tokens = num_tokens
