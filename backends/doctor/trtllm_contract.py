@@ -1,7 +1,7 @@
 """Whether TensorRT-LLM has what this project uses of it: an installed package, or a folder of
 sources.
 
-Not here: what is used and how it is compared (engine/trtllm/contract/).
+Not here: what is used and how it is compared (doctor/contract/).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from backends.doctor.contract.comparison import compare
+from backends.doctor.contract.recorded import read
+from backends.doctor.contract.sources import PACKAGE, Sources, SourcesMissing
 from backends.doctor.judgement import Finding, broken, note
 from backends.engine.trtllm import package
-from backends.engine.trtllm.contract.comparison import compare
-from backends.engine.trtllm.contract.recorded import read
-from backends.engine.trtllm.contract.sources import PACKAGE, Sources, SourcesMissing
 from backends.engine.trtllm.releases import V1, V2, UnknownRelease, kv_manager_of
 
-DRIVING = "backends.engine.trtllm.contract.driving"
+DRIVING = "backends.doctor.contract.driving"
 DRIVING_S_MAX = 60.0
 LAYOUT = ("_torch/pyexecutor/connectors/kv_cache_layout.py",)  # only with manager V2
 WORDS_SHOWN = 300  # characters of an error message

@@ -256,9 +256,7 @@ def pages_of(kv: Any, rank: int, tp_size: int, tokens_per_block: int, site: m.Si
 
 def only_region(layout: Any, tokens_per_block: int, is_alike: bool) -> Any:
     """The KvCacheRegion with all KV of a page, layer by layer. Raises ValueError for other layouts.
-
-    `layout`: TensorRT-LLM's KvCacheLayout.
-    """
+    `layout`: TensorRT-LLM's KvCacheLayout."""
     groups, per_page = layout.groups, layout.tokens_per_block
     if per_page != tokens_per_block:
         raise ValueError(f"pages have {per_page} tokens, not {tokens_per_block}")
@@ -355,8 +353,7 @@ def install(api: ModuleType) -> bool:
 
 
 def is_v2(kv_cache_manager: Any) -> bool:
-    """Managers of hybrid models have other names, and the method; `only_region` has refused them
-    where they have several groups of pages."""
+    """Managers of hybrid models have other names, and the method."""
     has_groups = hasattr(kv_cache_manager, "get_page_indices_by_layer_group")
     return has_groups or type(kv_cache_manager).__name__.endswith("V2")
 

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from backends.engine.connected.settings import EngineSpec, visible_devices
-from backends.engine.trtllm.releases import V2, UnknownRelease, kv_manager_of
+from backends.engine.trtllm.releases import V2, kv_manager_of
 from backends.engine.trtllm.settings import GUIDED_BACKEND, OBJECTS, TrtllmConfig
 from backends.errors import InvalidRequest
 from backends.tensors import GRAMMAR, JSON_SCHEMA, REGEX, guide_name
@@ -118,7 +118,7 @@ class Package:
 
 
 def load() -> Package:
-    """Raises PackageProblem."""
+    """Raises PackageProblem or UnknownRelease."""
     if not is_installed():
         raise PackageProblem(MISSING)
     try:
@@ -128,10 +128,7 @@ def load() -> Package:
     except (ImportError, OSError, RuntimeError) as error:  # a missing library, no GPU
         raise PackageProblem(f"tensorrt_llm cannot be imported: {error}") from error
     version = str(getattr(top, "__version__", "of unknown version"))
-    try:
-        kv_manager_of(version)
-    except UnknownRelease as problem:
-        raise PackageProblem(str(problem)) from None
+    kv_manager_of(version)
     arguments = getattr(llm_args, "TorchLlmArgs", None)
     fields = accepted(arguments) if arguments is not None else None
     if fields is not None and "kv_connector_config" not in fields:

@@ -9,7 +9,7 @@ KV_MANAGERS = {(1, 2): V1, (1, 3): V1, (1, 4): V2}
 Release = tuple[int, int, int, float]  # the last: number of the candidate; inf: none
 
 
-class UnknownRelease(Exception):
+class UnknownRelease(ValueError):
     """No KV cache manager is known to work with this release."""
 
 

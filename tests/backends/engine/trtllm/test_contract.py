@@ -1,7 +1,8 @@
 """Our connector, the stand-in's base classes and connectors of others agree on the API.
 
 TensorRT-LLM itself cannot be installed here. What its base classes look like is recorded in
-contract/api.json. Connectors that are known to work with it are witnesses that this is right.
+backends/doctor/contract/api.json. Connectors that are known to work with it are witnesses that this
+is right.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from backends.engine.trtllm.contract.recorded import Method, read
+from backends.doctor.contract.recorded import Method, read
 from backends.engine.trtllm.releases import kv_manager_of
 
 DATA = Path(__file__).resolve().parents[3] / "data"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from backends.engine.trtllm.contract.recorded import read
+from backends.doctor.contract.recorded import read
 from backends.engine.trtllm.releases import kv_manager_of
 from tensorrt_llm._fake.api_source import api_source
 

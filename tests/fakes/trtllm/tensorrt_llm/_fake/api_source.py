@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from backends.engine.trtllm.contract.recorded import ApiClass, Contract, Method
+from backends.doctor.contract.recorded import ApiClass, Contract, Method
 
 HEAD = """from __future__ import annotations
 

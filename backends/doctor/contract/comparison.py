@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from backends.engine.trtllm.contract.recorded import ApiClass, CallOrders, Contract
-from backends.engine.trtllm.contract.sources import ClassFacts, Function, Sources, calls_in
+from backends.doctor.contract.recorded import ApiClass, CallOrders, Contract
+from backends.doctor.contract.sources import ClassFacts, Function, Sources, calls_in
 
 
 class ApiDifference(NamedTuple):

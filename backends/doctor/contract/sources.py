@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from backends.engine.trtllm.contract.recorded import Method
+from backends.doctor.contract.recorded import Method
 
 PACKAGE = "tensorrt_llm"
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -6,7 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from backends.engine.trtllm.contract.recorded import ApiClass, CallOrders, Contract
+from backends.doctor.contract.recorded import ApiClass, CallOrders, Contract
 from backends.engine.trtllm.releases import V2
 from tests.backends.engine.trtllm.stand_in import FAKES
 

@@ -1,6 +1,6 @@
 """TensorRT-LLM's own connector manager, driven on the CPU: which calls does a connector get?
 
-    python -m backends.engine.trtllm.contract.driving FILE 2
+    python -m backends.doctor.contract.driving FILE 2
 
 FILE is the module that has KvCacheConnectorManager. It is run with stand-ins for everything that it
 imports, so it needs neither a GPU nor MPI nor torch. Its text is executed: name no folder that you

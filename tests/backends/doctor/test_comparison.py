@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from backends.doctor.contract.comparison import Comparison, compare
+from backends.doctor.contract.recorded import FILE, contract_of, read
+from backends.doctor.contract.sources import Sources, SourcesMissing
 from backends.doctor.judgement import BROKEN
 from backends.doctor.trtllm_contract import contract_findings, drive
-from backends.engine.trtllm.contract.comparison import Comparison, compare
-from backends.engine.trtllm.contract.recorded import FILE, contract_of, read
-from backends.engine.trtllm.contract.sources import Sources, SourcesMissing
 from backends.engine.trtllm.releases import V1, V2
-from tests.backends.engine.trtllm.contract_sources import write_sources
+from tests.backends.doctor.contract_sources import write_sources
 from tests.backends.engine.trtllm.stand_in import importable
 
 RAW: dict[str, Any] = json.loads(FILE.read_text())
