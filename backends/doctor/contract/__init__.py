@@ -1,1 +1,1 @@
-"""What this project uses of TensorRT-LLM, and whether an installed package or a folder has it."""
+"""Names, arguments and orders of calls of TensorRT-LLM that are used, and their comparison."""

@@ -1,4 +1,4 @@
-"""What differs between TensorRT-LLM's sources and what this project uses of them. Pure."""
+"""Compares TensorRT-LLM's sources with the parts of them that this project uses. Pure."""
 
 from __future__ import annotations
 

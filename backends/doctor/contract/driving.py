@@ -4,8 +4,7 @@
 
 FILE is the module that has KvCacheConnectorManager. It is run with stand-ins for everything that it
 imports, so it needs neither a GPU nor MPI nor torch. Its text is executed: name no folder that you
-do not trust. The last line of its output is JSON: the
-calls, and the error that ended them.
+do not trust. The last line of the output is JSON: the calls, and the error that ended them.
 
 The executor's part is played here, in the order of `steps` in api.json. The first request has a
 prompt of two chunks with a loaded page, generates a token, and ends with a save. The prompt of the
@@ -39,18 +38,17 @@ class DrivenState(enum.Enum):
     GENERATION_COMPLETE = enum.auto()
 
 
-class KVCacheManagerV2:
+class DrivenPages:
     def __init__(self) -> None:
-        self.pages: dict[int, list[int]] = {}
+        self.pages: dict[int, list[int]] = {}  # by request
 
+
+class KVCacheManagerV2(DrivenPages):
     def get_page_indices_by_layer_group(self, req: Any) -> list[list[int]]:
         return [list(self.pages[req.request_id])]
 
 
-class KVCacheManager:
-    def __init__(self) -> None:
-        self.pages: dict[int, list[int]] = {}
-
+class KVCacheManager(DrivenPages):
     def get_cache_indices(self, req: Any) -> list[int]:
         return list(self.pages[req.request_id])
 

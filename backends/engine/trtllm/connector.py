@@ -153,16 +153,15 @@ class MooncakeConnectorWorker(WorkerBase):
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
         """Compare the sizes. A difference ends the start of the worker."""
-        kv, site, send = kv_cache_tensor, self._site, self._link.send
+        kv, site = kv_cache_tensor, self._site
         with self._saying_why():
             self._expect(V1)
             pages = pages_of(kv, self._rank, self._tp_size, self._tokens_per_block, site)
-            self._copies, ready = register(site, pages, kv, len(kv), send)
-            send(ready)
+            self._begin_copies(pages, kv, len(kv))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """As `register_kv_caches`, with KV cache manager V2."""
-        site, send = self._site, self._link.send
+        site = self._site
         with self._saying_why():
             self._expect(V2)
             region = only_region(layout, self._tokens_per_block, site.is_alike)
@@ -171,9 +170,11 @@ class MooncakeConnectorWorker(WorkerBase):
                 self._rank, self._tp_size, region.size, *tokens, site.is_alike,
                 layers=len(layout.groups[0].layer_ids), block_stride_bytes=region.stride,
             )  # fmt: skip
-            kv = bytes_of(region)
-            self._copies, ready = register(site, pages, kv, region.num_slots, send)
-            send(ready)
+            self._begin_copies(pages, bytes_of(region), region.num_slots)
+
+    def _begin_copies(self, pages: BlockPages, kv: Any, gpu_pages: int) -> None:
+        self._copies, ready = register(self._site, pages, kv, gpu_pages, self._link.send)
+        self._link.send(ready)
 
     def _expect(self, manager: int) -> None:
         """Raises ValueError if TensorRT-LLM runs another KV cache manager than it was asked for."""

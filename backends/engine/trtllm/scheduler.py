@@ -79,10 +79,8 @@ class TrtllmScheduler(StageScheduler):
         due = super()._take_due(new)
         if self._is_v2:
             begin = {data.request_id for data in new}
-            ready = [entry for entry in due if entry.is_aside or entry.llm_id in begin]
-            self._due = [entry for entry in due if entry not in ready]
-            return ready
-        return due
+            self._due = [each for each in due if not each.is_aside and each.llm_id not in begin]
+        return [entry for entry in due if entry not in self._due]
 
     def _remove(self, entry: Entry) -> m.Unstaged:
         if self._is_v2 and entry.llm_id is not None:  # it ends no request during its load
@@ -119,25 +117,27 @@ class TrtllmScheduler(StageScheduler):
         fences: set[LlmId] = set()
         if self._saving:
             fences = self._saving.difference([data.request_id for data in cached])
-            fences.difference_update([data.request_id for data in new])
+            if not self._is_v2:  # with V2, a request that is new once more has lost its pages
+                fences.difference_update([data.request_id for data in new])
         if self._is_v2:
             with self._lock:
-                fences.update(self._moved(new, cached))
+                self._see_new(new)
+                fences.update(self._see_replaced(cached))
         self._saving -= fences
         orders = super().orders(new, cached)
         self._saving.update([move.llm_id for move in orders.saves])
         return orders._replace(fences=sorted(fences)) if fences else orders
 
-    def _moved(self, new: Sequence[RequestData], cached: Sequence[RequestData]) -> Iterator[LlmId]:
-        """The requests with saves whose pages may have been given to others since the last step."""
+    def _see_new(self, new: Sequence[RequestData]) -> None:
+        """Begin again with requests that had a pass before, or do not begin behind their load."""
         for data in new:
-            if data.request_id in self._saving:
-                yield data.request_id
             if (entry := self._table.taken.get(data.request_id)) is not None:
-                # A loaded request begins behind its load, unless its pages were taken meanwhile.
                 behind = entry.local_tokens + entry.load_pages * self._tokens_per_block
                 if entry.position or (entry.is_aside and data.computed_position < behind):
                     self._begin_again(entry, data.computed_position)
+
+    def _see_replaced(self, cached: Sequence[RequestData]) -> Iterator[LlmId]:
+        """Take over replaced pages. Yield the requests whose saves may read pages that are gone."""
         for data in cached:
             pages = getattr(data, "pages", UNKNOWN)
             if pages is None:

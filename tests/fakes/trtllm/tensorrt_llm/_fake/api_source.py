@@ -1,8 +1,8 @@
 """The text of the connector API's modules, written from what this project records of TensorRT-LLM.
 
 A name, an argument or an order that is recorded wrongly is wrong in the stand-in too, and
-`mooncake doctor --engine tensorrt_llm` finds it where TensorRT-LLM is. What methods of the base
-classes do is in kept.py.
+`mooncake doctor --engine tensorrt_llm` finds it where TensorRT-LLM is. The methods' bodies are in
+kept.py.
 """
 
 from __future__ import annotations

@@ -320,7 +320,7 @@ class Executor:
         request.block_ids += self.blocks.allocate(max(0, missing))
 
     def take_pages_of(self, request: LlmRequest) -> None:
-        """What V2 does when pages are short: the request waits, and begins again. Called between
+        """Let the request wait and begin again, as V2 does when pages are short. Called between
         steps, without the overlap scheduler."""
         assert self.is_v2 and self.args.disable_overlap_scheduler
         if request not in self._active or request.state is State.GENERATION_COMPLETE:

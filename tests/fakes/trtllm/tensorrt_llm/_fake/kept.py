@@ -1,4 +1,4 @@
-"""What the connector API's own methods do, by class. api_source.py writes the classes."""
+"""The bodies of the connector API's own methods, by class. api_source.py writes the classes."""
 
 from __future__ import annotations
 
